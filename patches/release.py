@@ -114,7 +114,11 @@ def build(
         rel = f"python/dsv4_probe/{path.relative_to(PROBE).as_posix()}"
         files[rel] = path.read_bytes()
         entries[rel] = {
-            "base": None, "base_hooked": False, "hooks": [], "overlay": None, "result": _sha256(files[rel]),
+            "base": None,
+            "base_hooked": False,
+            "hooks": [],
+            "overlay": None,
+            "result": _sha256(files[rel]),
         }
 
     manifest = {"files": entries, "fleet": VERSION, "format": 1, "tree": tree_digest, "version": version}
