@@ -21,7 +21,7 @@ from patches.versions import WHEELS
 def fetch(version: str, cache: Path) -> Path:
     """The wheel of one version, from `cache` or downloaded into it; its sha256 is as pinned."""
     cache.mkdir(parents=True, exist_ok=True)
-    wheel = _cached(version, cache)
+    wheel = next(cache.glob(f"sglang-{version}-*.whl"), None)
     if wheel is None:
         with tempfile.TemporaryDirectory(dir=cache) as directory:
             command = [

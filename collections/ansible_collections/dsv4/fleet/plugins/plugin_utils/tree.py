@@ -9,7 +9,6 @@ would refuse good arguments, or let bad ones through.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import difflib
 import fnmatch
@@ -190,10 +189,10 @@ class _Reader:
                     self.constants.setdefault(node.targets[0].id, node.value)
                 elif isinstance(node, ast.ClassDef):
                     self.actions.setdefault(node.name, node)
-            for node in ast.walk(module):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr in ("extend", "append") and isinstance(node.func.value, ast.Name):
-                        self.extended.add(node.func.value.id)
+            for call in ast.walk(module):
+                method = call.func if isinstance(call, ast.Call) else None
+                if isinstance(method, ast.Attribute) and method.attr in ("extend", "append"):
+                    self.extended.add(ast.unparse(method.value))
 
     # Fields: name: A[type, "help"] or A[type, Arg(...)]
 
@@ -239,13 +238,8 @@ class _Reader:
         action = _keyword(arg, "action") if arg is not None else None
         if action is not None and arg is not None:
             extra = _keyword(arg, "action_kwargs")
-            keywords = {
-                key.value: value
-                for key, value in (
-                    zip(extra.keys, extra.values, strict=True) if isinstance(extra, ast.Dict) else ()
-                )
-                if isinstance(key, ast.Constant)
-            }
+            pairs = zip(extra.keys, extra.values, strict=True) if isinstance(extra, ast.Dict) else ()
+            keywords = {self._literal(rel, key, ""): value for key, value in pairs}
             yield from self._with_action(rel, action, spellings, name, keywords, None)
             return
         parser = _keyword(arg, "type_parser") if arg is not None else None
@@ -293,8 +287,8 @@ class _Reader:
         for node in ast.walk(function):
             if not isinstance(node, ast.Call) or _last_name(node.func) != "add_argument":
                 continue
-            spellings = [item.value for item in node.args if isinstance(item, ast.Constant)]
-            if len(spellings) != len(node.args) or not all(str(item).startswith("-") for item in spellings):
+            spellings = [text for item in node.args if (text := _text(item)) is not None]
+            if len(spellings) != len(node.args) or not all(item.startswith("-") for item in spellings):
                 raise TreeError(
                     f"{rel}:{node.lineno}: an argument whose name is not written out; expected text."
                 )
@@ -376,7 +370,7 @@ class _Reader:
         return tuple(str(value) for value in values), name in self.extended
 
     def _evaluate(self, node: ast.expr, depth: int = 0) -> list[Any]:
-        """A list of constants, through names, sums and list(...) of them; ValueError if it is anything else."""
+        """A list of constants, through names and sums of them; ValueError if it is anything else."""
         if depth > 8:
             raise ValueError
         if isinstance(node, ast.Name) and node.id in self.constants:
