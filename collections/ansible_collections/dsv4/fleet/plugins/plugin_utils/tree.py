@@ -293,17 +293,10 @@ class _Reader:
                     f"{rel}:{node.lineno}: an argument whose name is not written out; expected text."
                 )
             keywords = {item.arg: item.value for item in node.keywords if item.arg}
-            dest = self._literal(rel, keywords.get("dest"), None) or spellings[0].lstrip("-").replace(
-                "-", "_"
-            )
-            deprecated = None
-            text = keywords.get("help")
-            if (
-                text is not None
-                and (said := _text(text))
-                and re.match(r"\W*deprecated\b", said, re.IGNORECASE)
-            ):
-                deprecated = said
+            dest = self._literal(rel, keywords.get("dest"), None)
+            dest = dest or spellings[0].lstrip("-").replace("-", "_")
+            said = _text(keywords["help"]) if "help" in keywords else None
+            deprecated = said if re.match(r"\W*deprecated\b", said or "", re.IGNORECASE) else None
             yield from self._with_action(
                 rel, keywords.get("action") or ast.Constant("store"), spellings, dest, keywords, deprecated
             )

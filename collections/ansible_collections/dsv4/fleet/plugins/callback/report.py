@@ -1,0 +1,83 @@
+"""Prints the last lines of a run: worker by worker, what state it is in and what to do."""
+
+from __future__ import annotations
+
+import typing as t
+
+from ansible.plugins.callback import CallbackBase
+
+DOCUMENTATION = """
+name: report
+type: aggregate
+short_description: The last lines of a run, worker by worker
+version_added: 0.1.0
+description:
+  - Collects the results of C(dsv4.fleet.inspect) and C(dsv4.fleet.change) and prints one line per worker at the end,
+    also after a run that stopped.
+requirements:
+  - enabled in C(callbacks_enabled)
+"""
+
+ADVICE = {
+    "unchanged": "nothing was changed on it; read the error, then run again",
+    "rolled_back": "it serves its last proved state; read the evidence, mend the cause, then run again",
+    "drained": "it is out of the routers and stopped; it needs a person: docs/runbook.md, A drained worker",
+    "interrupted": "it was repaired after an interruption; look at it, then acknowledge it: docs/runbook.md",
+    "unreachable": "its state is not known; a running transaction goes on there; mend the connection, then run again",
+}
+
+
+class CallbackModule(CallbackBase):
+    """Keeps the newest result of each worker."""
+
+    CALLBACK_VERSION = 2.0
+    CALLBACK_TYPE = "aggregate"
+    CALLBACK_NAME = "dsv4.fleet.report"
+    CALLBACK_NEEDS_ENABLED = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._planned: list[str] = []
+        self._reached = False
+        self._ends: dict[str, dict[str, t.Any]] = {}
+
+    def _keep(self, result: t.Any) -> None:
+        action = result.task.action
+        if action == "dsv4.fleet.change":
+            self._ends[result.host.get_name()] = result.result.get("dsv4") or {
+                "end_state": "unchanged", "failed": True, "error": result.result.get("msg", "")
+            }  # fmt: skip
+        elif action == "dsv4.fleet.preflight":
+            self._planned = result.result.get("hosts", [])
+            self._reached = not result.is_failed()
+        elif action == "dsv4.fleet.inspect" and result.is_failed():
+            end = (result.result.get("dsv4") or {}).get("end_state", "unchanged")
+            self._ends[result.host.get_name()] = {"end_state": end, "failed": True, "error": result.result.get("msg", "")}
+
+    def v2_runner_on_ok(self, result: t.Any) -> None:
+        self._keep(result)
+
+    def v2_runner_on_failed(self, result: t.Any, ignore_errors: bool = False) -> None:
+        self._keep(result)
+
+    def v2_runner_on_unreachable(self, result: t.Any) -> None:
+        self._keep(result)
+
+    def v2_playbook_on_stats(self, stats: t.Any) -> None:
+        if not self._ends and not self._planned:
+            return
+        self._display.banner("WORKERS")
+        for host in dict.fromkeys([*self._planned, *self._ends]):
+            self._display.display(f"{host}: {self._line(self._ends.get(host))}")
+
+    def _line(self, end: dict[str, t.Any] | None) -> str:
+        if end is None:
+            return "not touched: the run stopped before it; it is as it was" if self._reached else "not touched"
+        word = end["end_state"]
+        if end.get("would_change"):
+            return f"would change: {', '.join(end['would_change'])}"
+        if not end.get("failed"):
+            healthy = end.get("healthy_after_s")
+            return word if healthy is None else f"{word}, healthy after {healthy:.1f} s"
+        first = str(end.get("error") or "").partition("\n")[0]
+        return f"{word.upper()}: {first}; {ADVICE.get(word, 'read the messages above')}"
