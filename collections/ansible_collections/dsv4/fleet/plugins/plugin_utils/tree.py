@@ -484,8 +484,6 @@ def check_launch_arguments(arguments: Sequence[str], declared: Mapping[str, Argu
             )
             continue
         name, equals, attached = token.partition("=")
-        if token in declared:
-            name, equals, attached = token, "", ""
         values = [attached] if equals else []
         argument = declared.get(name)
         if argument is None:
