@@ -159,7 +159,8 @@ def test_without_the_variable_it_does_nothing(release: Path) -> None:
     code = (
         "import sys\n"
         "def watch(event, arguments):\n"
-        "    if event == 'os.rename' or event == 'open' and 'w' in str(arguments[1]): print(event, arguments)\n"
+        "    written = event == 'open' and 'w' in str(arguments[1])\n"
+        "    if written or event == 'os.rename': print(event, arguments)\n"
         "sys.addaudithook(watch)\n"
         "import sglang.srt.environ\n"
     )
