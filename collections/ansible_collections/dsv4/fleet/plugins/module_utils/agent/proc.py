@@ -121,11 +121,16 @@ def cgroup(pid: int) -> str:
     """The control group that systemd put the process into; empty if the process is gone."""
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
+            return group_in(file.read())
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    paths = {controllers: path for _, controllers, path in lines}
-    return paths.get("name=systemd") or paths.get("", "")
+
+
+def group_in(text: str) -> str:
+    """systemd's path in /proc/PID/cgroup. In the hybrid layout either hierarchy may be the one it uses."""
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2}
+    named, unified = paths.get("name=systemd", ""), paths.get("", "")
+    return unified if named in ("", "/") and unified else named
 
 
 def listener(port: int, host: str | None = None) -> list[int]:

@@ -1,0 +1,58 @@
+"""The agent's package on the path, and what these tests share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "collections/ansible_collections/dsv4/fleet/plugins/module_utils"))
+
+from loopback import FakeRouter, Server, free_port  # noqa: E402 - the path above comes first
+from units import ControlGroup  # noqa: E402 - likewise
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[..., Server]]:
+    """Starts loopback HTTP servers that end with the test."""
+    started: list[Server] = []
+
+    def start(*arguments: object, **options: object) -> Server:
+        one = Server(*arguments, **options)  # type: ignore[arg-type] - passed through
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def fake_router() -> Iterator[Callable[[], FakeRouter]]:
+    """Starts stand-ins of sglang-router's control interface."""
+    started: list[FakeRouter] = []
+
+    def start() -> FakeRouter:
+        one = FakeRouter()
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def dead_port() -> int:
+    """A loopback port on which nothing listens."""
+    return free_port()
+
+
+@pytest.fixture
+def group() -> Iterator[ControlGroup]:
+    """A control group of its own, as systemd makes one for a unit."""
+    one = ControlGroup()
+    yield one
+    one.remove()

@@ -1,0 +1,118 @@
+"""Passports count only for the process that wrote them, and only if all of it agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent import passports, paths, proc
+
+STATE, RELEASE, FLAG = "a" * 64, "b" * 64, "SGLANG_DSV4_GE_DIFF"
+
+
+@pytest.fixture
+def expect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(paths, "RELEASES", str(tmp_path / "releases"))
+    package = tmp_path / "releases" / RELEASE / "python" / "sglang"
+    (package / "srt").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "srt/environ.py").write_text("")
+    return {"state": STATE, "release": RELEASE, "flags": {FLAG: True}}
+
+
+def passport(expect: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    package = Path(paths.release(RELEASE)) / "python" / "sglang"
+    return {
+        "format": 1,
+        "pid": os.getpid(),
+        "start_time": proc.start_time(os.getpid()),
+        "state": STATE,
+        "release": RELEASE,
+        "sglang": str(package / "__init__.py"),
+        "environ": str(package / "srt/environ.py"),
+        "flags": dict(expect["flags"]),
+        "armed": [],
+        **changed,
+    }
+
+
+def test_only_live_processes_have_passports(tmp_path: Path, expect: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    assert passports.read(str(directory)) == []
+    directory.mkdir()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(20)
+    mine, pid = passport(expect), os.getpid()
+    for name, content in {
+        f"{pid}.json": mine,
+        f"{gone.pid}.json": {**mine, "pid": gone.pid},
+        f"{os.getppid()}.json": {**mine, "pid": os.getppid()},  # alive, but it started at another time
+        "1.json": mine,  # of another process than its name says
+        f".{pid}.json.new": mine,
+    }.items():
+        (directory / name).write_text(json.dumps(content))
+    assert passports.read(str(directory)) == [mine]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "pid": "x"}'])
+def test_a_broken_passport_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / f"{os.getpid()}.json").write_text(text)
+    assert passports.read(str(tmp_path)) == []
+
+
+def test_a_right_passport_has_no_mismatch(expect: dict[str, Any]) -> None:
+    assert passports.mismatches(passport(expect), expect) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"state": "c" * 64}, f"runs state {'c' * 64}, expected {STATE}"),
+        ({"state": None}, "runs state None"),
+        ({"sglang": "/root/sglang/__init__.py"}, "imported sglang from /root/sglang/__init__.py, expected it from "),
+        ({"sglang": None}, "imported sglang from None"),
+        ({"environ": "/root/environ.py"}, "runs /root/environ.py, expected environ.py inside"),
+        ({"release": "d" * 64}, f"dsv4_probe of release {'d' * 64}, expected release {RELEASE}"),
+        ({"flags": {FLAG: False}}, f"parsed {FLAG} as False, expected True"),
+        ({"flags": {FLAG: 1}}, f"parsed {FLAG} as 1, expected True"),
+        ({"flags": {FLAG: "1"}}, f"parsed {FLAG} as '1', expected True"),
+        ({"flags": {}}, f"did not report flag {FLAG}"),
+        ({"flags": None}, f"did not report flag {FLAG}"),
+    ],
+)
+def test_each_disagreement_is_named(expect: dict[str, Any], changed: dict[str, Any], words: str) -> None:
+    found = passports.mismatches(passport(expect, **changed), expect)
+    assert len(found) == 1
+    assert words in found[0]
+
+
+def test_wrong_tree_names_both_paths(expect: dict[str, Any]) -> None:
+    (found,) = passports.mismatches(passport(expect, sglang="/root/sglang/__init__.py"), expect)
+    assert "/root/sglang/__init__.py" in found
+    assert paths.release(RELEASE) in found
+
+
+def test_a_sibling_with_the_releases_name_as_prefix_is_another_tree(expect: dict[str, Any]) -> None:
+    other = paths.release(RELEASE) + "x/python/sglang/__init__.py"
+    assert passports.mismatches(passport(expect, sglang=other), expect)
+
+
+def test_a_link_out_of_the_release_is_another_tree(expect: dict[str, Any], tmp_path: Path) -> None:
+    inside = Path(paths.release(RELEASE)) / "python/sglang/srt/environ.py"
+    outside = tmp_path / "environ.py"
+    outside.write_text("")
+    inside.unlink()
+    inside.symlink_to(outside)
+    (found,) = passports.mismatches(passport(expect), expect)
+    assert "wrong tree" in found
+
+
+def test_armed_instruments_by_flag(expect: dict[str, Any]) -> None:
+    flags = {"SGLANG_A": True, "SGLANG_B": True, "SGLANG_C": False}
+    stamps = [passport(expect, armed=["SGLANG_A"]), passport(expect, armed=["SGLANG_C"])]
+    assert passports.armed(stamps, flags) == {"SGLANG_A": ["SGLANG_A"], "SGLANG_B": []}
