@@ -13,13 +13,15 @@ import typing as t
 from ansible.plugins.action import ActionBase
 from ansible.template import trust_as_template
 
-from ansible_collections.dsv4.fleet.plugins.plugin_utils import compare, flags, origin, remote, settings, store, wanted
+from ansible_collections.dsv4.fleet.plugins.plugin_utils import compare, flags, origin, remote, settings, specs, store, wanted
 from ansible_collections.dsv4.fleet.plugins.plugin_utils import tree as upstream
 from ansible_collections.dsv4.fleet.plugins.plugin_utils.flags import SettingError
 
 ARGUMENTS = frozenset(
     {"worker", "serve", "release", "secrets", "overrides", "clear_overrides", "why", "rollback"}
 )
+
+ROLES = ("sglang_worker", "sglang_serve", "sglang_release")
 
 
 class ActionModule(ActionBase):
@@ -65,6 +67,9 @@ class _Inspection:
 
     def run(self) -> dict[str, t.Any]:
         problems = _Problems()
+        problems.collect(
+            lambda: specs.check(ROLES, self._variables, self._action._templar.template, self._where.variable)
+        )
         table = flags.table(self._args["serve"]["flags"])
         # Overrides are not known yet; the variables themselves must be right before any host is asked.
         problems.collect(lambda: self._resolve(table, {}))

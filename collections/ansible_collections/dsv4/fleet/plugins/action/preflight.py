@@ -36,7 +36,7 @@ class ActionModule(ActionBase):
         answers = args["inspected"]
         inspected = {host: one["dsv4"] for host, one in answers.items() if "reasons" in (one or {}).get("dsv4", {})}
         try:
-            partial = parse_bool("dsv4_partial", variables.get("dsv4_partial", False), "the command line")
+            partial = parse_bool("dsv4_partial", args["partial"], "the command line")
         except SettingError as error:
             return {**result, "failed": True, "msg": str(error)}
         hosts, left_out = self._hosts(str(args["target"]), variables)
