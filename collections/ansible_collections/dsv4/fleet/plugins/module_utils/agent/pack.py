@@ -1,0 +1,67 @@
+"""The agent as one program, and how it is started on a host with a request."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import zipfile
+from typing import Any
+
+from . import files
+
+# Runs on whatever Python 3 is there, before anything is known to be whole: plain syntax, no imports of ours.
+LOADER = r"""
+import hashlib, json, os, sys
+def refuse(text):
+    print(json.dumps({"format": 1, "ok": False, "error": text}), flush=True)
+    sys.exit(65)
+if sys.version_info < (3, 9):
+    refuse("agent: found Python %d.%d, expected 3.9 or newer. Set ansible_python_interpreter." % sys.version_info[:2])
+sizes = [int(sys.argv[1]), int(sys.argv[3])]
+data = sys.stdin.buffer.read()
+if len(data) != sum(sizes):
+    refuse("agent: found %d bytes on standard input, expected %d. The connection broke: run again." % (len(data), sum(sizes)))
+program, request = data[:sizes[0]], data[sizes[0]:]
+for name, part, wanted in (("program", program, sys.argv[2]), ("request", request, sys.argv[4])):
+    found = hashlib.sha256(part).hexdigest()
+    if found != wanted:
+        refuse("agent: found sha256 %s of the %s, expected %s. It was damaged on its way: run again." % (found, name, wanted))
+handle = os.memfd_create("dsv4-agent")
+with open(handle, "wb", closefd=False) as file:
+    file.write(program)
+sys.dont_write_bytecode = True
+sys.path.insert(0, "/proc/self/fd/%d" % handle)
+from agent.__main__ import answer
+sys.exit(answer(request, program))
+"""
+
+_MAIN = b"import sys\n\nfrom agent.__main__ import main\n\nsys.exit(main(sys.argv[1:]))\n"
+_TIME = (1980, 1, 1, 0, 0, 0)
+
+
+@functools.lru_cache(maxsize=1)
+def program() -> bytes:
+    """The package as a zip that Python can run: same source, same bytes."""
+    directory = os.path.dirname(os.path.abspath(__file__))
+    content = {"__main__.py": _MAIN}
+    for name in sorted(os.listdir(directory)):
+        if name.endswith(".py"):
+            with open(os.path.join(directory, name), "rb") as file:
+                content[f"agent/{name}"] = file.read()
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in sorted(content.items()):
+            entry = zipfile.ZipInfo(name, _TIME)
+            entry.external_attr = 0o100644 << 16
+            archive.writestr(entry, data)
+    return out.getvalue()
+
+
+def command(request: dict[str, Any], python: str = "python3") -> tuple[list[str], bytes]:
+    """(arguments, standard input) that carry out the request on a host. No secret is in the arguments."""
+    body = json.dumps(request, separators=(",", ":")).encode()
+    code = program()
+    argv = [python, "-I", "-c", LOADER, str(len(code)), files.sha256(code), str(len(body)), files.sha256(body)]
+    return argv, code + body

@@ -1,0 +1,108 @@
+"""What happens to a transaction whose agent died: at once by the unit's ExecStopPost, else before the next boot's worker."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import files, journal, paths, secrets
+from .journal import Journal, Transaction
+from .ledger import Ledger
+from .transaction import Change, Tools
+
+
+def install(transaction: Transaction, unit: str, manager: Any, say: Callable[..., None]) -> None:
+    """Have the boot unit there and enabled, ordered before every worker's unit; it runs a copy of this program."""
+    program = files.read(transaction.program)
+    if program is not None and program != files.read(paths.PROGRAM):
+        files.replace(paths.PROGRAM, program, 0o600)
+    units = sorted({unit, *os.listdir(paths.WORKERS)})
+    text = unit_text(units).encode()
+    path = paths.unit_file(paths.RECOVER_UNIT)
+    if files.read(path) != text:
+        files.replace(path, text, 0o644)
+        manager.daemon_reload()
+        say(f"{paths.RECOVER_UNIT} installed: it repairs an interrupted change before the worker starts at boot")
+    if manager.show(paths.RECOVER_UNIT).file_state != "enabled":
+        manager.enable(paths.RECOVER_UNIT)
+
+
+def unit_text(units: list[str]) -> str:
+    """The boot unit's file."""
+    return (
+        "# Managed by dsv4-fleet's agent: see docs/agent.md.\n"
+        "[Unit]\n"
+        "Description=Repair of an interrupted dsv4-fleet transaction\n"
+        f"Before={' '.join(units)}\n"
+        f"ConditionPathExists={paths.PROGRAM}\n"
+        "\n"
+        "[Service]\n"
+        "Type=oneshot\n"
+        "RemainAfterExit=yes\n"
+        f"ExecStart={os.path.realpath(sys.executable)} -I {paths.PROGRAM} recover --boot\n"
+        "\n"
+        "[Install]\n"
+        "WantedBy=multi-user.target\n"
+    )
+
+
+def after_stop(identity: str, tools: Tools | None = None) -> dict[str, Any] | None:
+    """ExecStopPost: repair this transaction if it has no result. None: there was nothing to do."""
+    one = Transaction(identity)
+    if one.result() is not None:
+        return None
+    tools = tools or Tools()
+    if _decided(one):
+        return None
+    change = Change(one, secrets.load(identity), tools)
+    if tools.systemd.stopping():
+        # The host goes down: nothing can be started now, and no result given, so that the boot unit has its say.
+        change.restore_only()
+        return None
+    return change.recover()
+
+
+def at_boot(tools: Tools | None = None) -> list[dict[str, Any]]:
+    """Before any worker starts: put back the files of every transaction without a result."""
+    tools = tools or Tools()
+    if tools.systemd.show(paths.AGENT_UNIT).active in ("active", "activating", "deactivating"):
+        return []  # not at boot, but by hand: what runs now repairs itself
+    return [result for one in journal.unfinished() if (result := settle(one, tools)) is not None]
+
+
+def settle(one: Transaction, tools: Tools | None = None) -> dict[str, Any] | None:
+    """Give a dead transaction its end by putting files back, without starting anything."""
+    if _decided(one):
+        return one.result()
+    if not one.lines():
+        # It was kept and never began: nothing of it is anywhere.
+        result = never_began(one)
+        one.decide(result)
+        one.give()
+        secrets.forget(one.id)
+        return result
+    return Change(one, secrets.load(one.id), tools).restore_files()
+
+
+def _decided(one: Transaction) -> bool:
+    """Whether the transaction had reached its end and died before it could say so; then it says so now."""
+    pending = one.pending()
+    last = Ledger(one.request()["worker"]["unit"]).last
+    if pending is None or last is None or last["id"] != one.id:
+        return False
+    Journal(one, []).write("info", "the agent died between its decision and its answer; this is the decision")
+    one.give()
+    secrets.forget(one.id)
+    return True
+
+
+def never_began(one: Transaction) -> dict[str, Any]:
+    wanted = one.request()["target"]["state"]
+    return {
+        "format": 1, "id": one.id, "end_state": "unchanged", "failed": True,
+        "error": "the transaction was kept, but never began; expected systemd to start it. Run again.",
+        "failed_step": None, "state": {"before": None, "wanted": wanted, "now": None}, "changed": [], "timeline": [],
+        "healthy_after_s": None, "gate": None, "notes": [], "evidence": None,
+    }  # fmt: skip
