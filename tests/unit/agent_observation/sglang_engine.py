@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -85,7 +86,9 @@ if __name__ == "__main__":
         subprocess.Popen(command["argv"], env={**os.environ, **command.get("env", {})})
     time.sleep(first.get("delay", 0))
     if first.get("listen", True):
-        server = Server((first.get("host", "127.0.0.1"), first["port"]), Handler)
+        host = first.get("host", "127.0.0.1")
+        Server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = Server((host, first["port"]), Handler)
         if first.get("dies_after"):
             threading.Timer(first["dies_after"], lambda: os._exit(3)).start()
         server.serve_forever(0.05)

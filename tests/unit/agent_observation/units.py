@@ -85,6 +85,7 @@ class FakeUnit:
             "passport": self.passport(),
         }
         self.exec = "exec "
+        self.tail = ""  # what follows the last command
         self.restart = True
         self.restarts = 0
         self.invocation = ""
@@ -145,7 +146,7 @@ class FakeUnit:
     def start(self) -> None:
         self.set()
         exports = "".join(f"export {name}={value}\n" for name, value in self.environment.items())
-        self.script.write_text(f"#!/bin/bash\n{exports}{self.exec}{sys.executable} {ENGINE} {self.config}\n")
+        self.script.write_text(f"#!/bin/bash\n{exports}{self.exec}{sys.executable} {ENGINE} {self.config}\n{self.tail}")
         self.script.chmod(0o755)
         self.invocation = uuid.uuid4().hex
         clean = {"PATH": os.environ["PATH"], "HOME": "/"}

@@ -240,8 +240,9 @@ class _Gate:
     def _no_wrapper(self, main: proc.Process, members: list[proc.Process]) -> None:
         """The script must have become the server: a shell that waits keeps systemd's signals to itself."""
         if main.is_shell:
-            child = next((one for one in members if one.is_engine), None)
-            if child is not None:
+            child = next((one for one in members if one.is_engine and one.pid != main.pid), None)
+            again = proc.process(main.pid)  # it may have become the server since it was looked at
+            if child is not None and again is not None and again.is_shell:
                 raise GateRefused(
                     f"wrapper without exec: the main process of {self.unit} is {main}, and the server is its "
                     f"child {child}; expected "
