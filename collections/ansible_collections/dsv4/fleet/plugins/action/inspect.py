@@ -18,10 +18,10 @@ from ansible_collections.dsv4.fleet.plugins.plugin_utils import tree as upstream
 from ansible_collections.dsv4.fleet.plugins.plugin_utils.flags import SettingError
 
 ARGUMENTS = frozenset(
-    {"worker", "serve", "release", "secrets", "overrides", "clear_overrides", "why", "rollback"}
+    {"worker", "serve", "release", "secrets", "overrides", "clear_overrides", "why", "rollback", "look_only"}
 )
 
-ROLES = ("sglang_worker", "sglang_serve", "sglang_release")
+ROLES = ("fleet_preflight", "sglang_worker", "sglang_serve", "sglang_release")
 
 
 class ActionModule(ActionBase):
@@ -41,12 +41,9 @@ class ActionModule(ActionBase):
         agent = remote.Agent(self, remote.interpreter(variables))
         try:
             found = _Inspection(self, agent, variables, args).run()
-        except SettingError as error:
-            return {**result, "failed": True, "msg": str(error)}
-        except remote.Unreachable as error:
-            return {**result, "failed": True, "msg": f"unreachable: {error}", "dsv4": {"end_state": "unreachable"}}
-        except remote.AgentError as error:
-            return {**result, "failed": True, "msg": str(error)}
+        except (SettingError, remote.AgentError) as error:
+            end = {"dsv4": {"end_state": "unreachable"}} if isinstance(error, remote.Unreachable) else {}
+            return {**result, "failed": not args["look_only"], "msg": str(error), **end}
         return {**result, "changed": False, "dsv4": found}
 
 

@@ -58,7 +58,7 @@ class ActionModule(ActionBase):
             )
         if found:
             text = "nothing on any host has changed:\n" + "\n".join(found)
-            return {**result, "failed": True, "msg": text, "problems": found}
+            return {**result, "failed": True, "msg": text, "problems": found, "hosts": hosts}
         lines = fleet.plan_lines(wanted, inspected)
         for line in lines:
             display.display(f"plan | {line}")

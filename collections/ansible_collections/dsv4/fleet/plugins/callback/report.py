@@ -9,11 +9,12 @@ from ansible.plugins.callback import CallbackBase
 DOCUMENTATION = """
 name: report
 type: aggregate
-short_description: The last lines of a run, worker by worker
+short_description: The last lines of a run, worker by worker, and its exit code where Ansible's would mislead
 version_added: 0.1.0
 description:
   - Collects the results of C(dsv4.fleet.inspect) and C(dsv4.fleet.change) and prints one line per worker at the end,
     also after a run that stopped.
+  - Ends with 1 where a run reached no host at all, and with 3 where C(dsv4.fleet.status) found drift.
 requirements:
   - enabled in C(callbacks_enabled)
 """
@@ -25,6 +26,9 @@ ADVICE = {
     "interrupted": "it was repaired after an interruption; look at it, then acknowledge it: docs/runbook.md",
     "unreachable": "its state is not known; a running transaction goes on there; mend the connection, then run again",
 }
+
+NO_HOSTS = 1
+DRIFT = 3
 
 
 class CallbackModule(CallbackBase):
@@ -40,6 +44,8 @@ class CallbackModule(CallbackBase):
         self._planned: list[str] = []
         self._reached = False
         self._ends: dict[str, dict[str, t.Any]] = {}
+        self._inventory: dict[str, list[str]] = {}
+        self._drift = False
 
     def _keep(self, result: t.Any) -> None:
         action = result.task.action
@@ -47,6 +53,10 @@ class CallbackModule(CallbackBase):
             self._ends[result.host.get_name()] = result.result.get("dsv4") or {
                 "end_state": "unchanged", "failed": True, "error": result.result.get("msg", "")
             }  # fmt: skip
+            for line in result.result.get("inventory_lines", []):
+                self._inventory.setdefault(line, []).append(result.host.get_name())
+        elif action == "dsv4.fleet.status":
+            self._drift = bool(result.result.get("drift"))
         elif action == "dsv4.fleet.preflight":
             self._planned = result.result.get("hosts", [])
             self._reached = not result.is_failed()
@@ -64,11 +74,20 @@ class CallbackModule(CallbackBase):
         self._keep(result)
 
     def v2_playbook_on_stats(self, stats: t.Any) -> None:
-        if not self._ends and not self._planned:
-            return
-        self._display.banner("WORKERS")
+        if not stats.processed:
+            # Ansible ends 0 here; a run that reached nobody must not look like one that did its work.
+            self._display.error("found no hosts, expected at least one; correct the inventory or the group's name")
+            raise SystemExit(NO_HOSTS)
+        if self._drift:
+            raise SystemExit(DRIFT)
+        if self._ends or self._planned:
+            self._display.banner("WORKERS")
         for host in dict.fromkeys([*self._planned, *self._ends]):
             self._display.display(f"{host}: {self._line(self._ends.get(host))}")
+        if self._inventory:
+            self._display.display("\nOverrides on the workers until the inventory says the same; lines to commit:")
+        for line, hosts in self._inventory.items():
+            self._display.display(f"  {line}  # {', '.join(hosts)}")
 
     def _line(self, end: dict[str, t.Any] | None) -> str:
         if end is None:

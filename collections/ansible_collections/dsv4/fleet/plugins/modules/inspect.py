@@ -44,6 +44,10 @@ options:
     description: Wants the last proved state other than the live one.
     type: bool
     required: true
+  look_only:
+    description: Returns what is wrong as C(msg) without failing.
+    type: bool
+    required: true
 author:
   - The dsv4-fleet authors
 """

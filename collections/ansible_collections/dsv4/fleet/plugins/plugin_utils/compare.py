@@ -36,7 +36,8 @@ def reasons(wanted: t.Mapping[str, t.Any], seen: t.Mapping[str, t.Any]) -> dict[
     if unit["active"] != "active" or process is None:
         found["restart"] = f"found the unit {unit['active']}"
     elif process["state"] != wanted["state"]:
-        found["restart"] = f"the live process runs {short(process['state'] or 'a hand-made state')}"
+        live = f"state {short(process['state'])}" if process["state"] else "a hand-made state"
+        found["restart"] = f"the live process runs {live}"
     else:
         wrong = [text for one in seen["passports"] for text in passports.mismatches(one, wanted["expect"])]
         if not seen["passports"]:
