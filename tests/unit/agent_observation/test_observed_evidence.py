@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from agent import evidence, paths
+from agent import evidence, paths, redaction
 from loopback import free_port
 from units import ControlGroup, FakeUnit, wait_for
 
@@ -52,8 +52,8 @@ def test_evidence_is_whole_and_holds_no_secret(programs: Path, group: ControlGro
     processes = json.loads((into / "processes.json").read_text())
     main, child = sorted(processes, key=lambda one: len(one["cmdline"]))
     assert main["environ"]["DSV4_FLEET_STATE"] == unit.environment["DSV4_FLEET_STATE"]
-    assert main["environ"]["HF_TOKEN"] == "(redacted)"
-    assert child["cmdline"][-4:] == ["--api-key", "(redacted)", "--tokens", "9"]
+    assert main["environ"]["HF_TOKEN"] == "(secret)"
+    assert child["cmdline"][-4:] == ["--api-key", "(secret)", "--tokens", "9"]
     assert json.loads((into / "passports.json").read_text())[0]["pid"] == main["pid"]
     assert f"exec {sys.executable}" in (into / "script.sh").read_text()
     assert stat.S_IMODE(into.stat().st_mode) == 0o700
@@ -82,13 +82,13 @@ def test_what_cannot_be_had_says_why(group: ControlGroup, tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("text", "redacted"),
     [
-        ("export HF_TOKEN=abc next", "export HF_TOKEN=(redacted) next"),
-        ("--api-key sk-1 --port 2", "--api-key (redacted) --port 2"),
-        ("--api-key=sk-1", "--api-key=(redacted)"),
-        ("ServerArgs(api_key='a b', port=1)", "ServerArgs(api_key=(redacted), port=1)"),
-        ('{"admin_api_key": "a, b", "x": 1}', '{"admin_api_key": (redacted), "x": 1}'),
-        ("Authorization: Bearer abc", "Authorization: Bearer (redacted)"),
-        ("db_password: abc", "db_password: (redacted)"),
+        ("export HF_TOKEN=abc next", "export HF_TOKEN=(secret) next"),
+        ("--api-key sk-1 --port 2", "--api-key (secret) --port 2"),
+        ("--api-key=sk-1", "--api-key=(secret)"),
+        ("ServerArgs(api_key='a b', port=1)", "ServerArgs(api_key=(secret), port=1)"),
+        ('{"admin_api_key": "a, b", "x": 1}', '{"admin_api_key": (secret), "x": 1}'),
+        ("Authorization: Bearer abc", "Authorization: Bearer (secret)"),
+        ("db_password: abc", "db_password: (secret)"),
         ("tokens=5 max_total_tokens=8192 --tokenizer-path /m", "tokens=5 max_total_tokens=8192 --tokenizer-path /m"),
         ("SGLANG_MAX_DISPATCH_TOKENS_PER_RANK=1024", "SGLANG_MAX_DISPATCH_TOKENS_PER_RANK=1024"),
         ("export DSV4_FLEET_SECRETS=none", "export DSV4_FLEET_SECRETS=none"),
@@ -96,4 +96,4 @@ def test_what_cannot_be_had_says_why(group: ControlGroup, tmp_path: Path, monkey
     ],
 )
 def test_redaction(text: str, redacted: str) -> None:
-    assert evidence.redact(text) == redacted
+    assert redaction.text(text) == redacted

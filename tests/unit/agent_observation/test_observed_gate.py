@@ -507,6 +507,22 @@ def test_baseline_is_proved_without_passports(hand_made: FakeUnit) -> None:
     assert any("baseline" in note for note in found["notes"])
 
 
+def test_baseline_keeps_secrets_out_of_sight(hand_made: FakeUnit) -> None:
+    """Secret values are not recorded at first contact, so they neither count nor show."""
+    hand_made.close()
+    hand_made.environment["SGLANG_ADMIN_API_KEY"] = "hush"
+    hand_made.start()
+    wait_for(lambda: hand_made.main().is_python)
+    assert prove(hand_made, expect=baseline(hand_made))
+    hidden = {"SGLANG_ADMIN_API_KEY": "other hush", FLAG: "1", "PYTHONPATH": "/root/tree"}
+    assert "hush" not in refused(hand_made, "SGLANG_ADMIN_API_KEY", expect=baseline(hand_made, environment=hidden))
+
+
+def test_baseline_of_a_worker_on_which_nothing_ran(hand_made: FakeUnit) -> None:
+    found = prove(hand_made, expect=baseline(hand_made, environment=None, arguments=None))
+    assert any("nothing ran at first contact" in note for note in found["notes"])
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -173,3 +173,8 @@ def test_gpu_that_does_not_say_is_not_free(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", stub(tmp_path, "echo 'driver/library version mismatch'; exit 18"))
     with pytest.raises(proc.GpuUnknown, match=r"exit code 18 .*driver/library version mismatch"):
         proc.gpu_holders()
+
+
+def test_a_process_in_a_message_shows_no_secret() -> None:
+    one = proc.Process(7, 1, 1, ["python3", "-m", "sglang.launch_server", "--api-key", "hush"], "", {}, "S", 0)
+    assert str(one) == "process 7 (python3 -m sglang.launch_server --api-key (secret))"

@@ -48,8 +48,8 @@ class Worker:
             ipaddress.ip_address(host.partition("%")[0])
         except ValueError as error:
             raise AgentError(
-                f"found probe address {host!r}, expected a literal address such as 127.0.0.1 or ::1; "
-                "set the worker's host so"
+                f"found probe address {host!r}, expected a literal address such as 127.0.0.1 or ::1; set the "
+                "worker's host so"
             ) from error
         self.host, self.port, self.api_key = host, port, api_key or None
 

@@ -1,29 +1,16 @@
-"""What a failed gate leaves for a person: journal, unit, processes, passports, script; bounded, no "
-"secrets."""
+"""What a failed gate leaves for a person: journal, unit, processes, passports, script; bounded, no secret."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from typing import Any
 
-from . import passports, paths, proc
+from . import passports, paths, proc, redaction
 
 MAX_BYTES = 4 << 20  # of each file
 _JOURNAL_LINES = 4000
-# A name one of whose parts ends so. Not "tokens": SGLang counts those by the dozen.
-_WORD = r"(?:KEYS?|TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?)"
-_NAME = rf"[A-Z0-9_-]*{_WORD}(?:[_-][A-Z0-9_-]*)?"
-_SECRET = re.compile(rf"(?!DSV4_FLEET_){_NAME}\Z", re.IGNORECASE)  # ours are digests
-_OPTION = re.compile(rf"--?{_NAME}\Z", re.IGNORECASE)
-_VALUE = r"""'[^']*'|"[^"]*"|[^\s'",]+"""
-_ASSIGNMENT = re.compile(
-    rf"((?<![A-Z0-9_-])(?:(?!DSV4_FLEET_){_NAME}[\"']?\s?[=:]\s?|--{_NAME}\s+|Bearer\s+))({_VALUE})",
-    re.IGNORECASE,
-)
-_REDACTED = "(redacted)"
 
 
 def collect(worker: dict[str, Any], directory: str, since: float) -> list[str]:
@@ -38,39 +25,21 @@ def collect(worker: dict[str, Any], directory: str, since: float) -> list[str]:
     group = next(
         (line.partition("=")[2] for line in shown.splitlines() if line.startswith("ControlGroup=")), ""
     )
+    log = ["journalctl", "--no-pager", "-o", "short-iso-precise", f"--since=@{since:.0f}"]
     parts = {
-        "journal.txt": redact(
-            _run(
-                [
-                    "journalctl",
-                    "--no-pager",
-                    "-o",
-                    "short-iso-precise",
-                    f"--since=@{since:.0f}",
-                    "-n",
-                    str(_JOURNAL_LINES),
-                    "-u",
-                    unit,
-                ]
-            )
-        ),
-        "unit.txt": redact(shown),
-        "status.txt": redact(_run(["systemctl", "status", "--no-pager", "-l", "-n", "0", unit])),
+        "journal.txt": redaction.text(_run([*log, "-n", str(_JOURNAL_LINES), "-u", unit])),
+        "unit.txt": redaction.text(shown),
+        "status.txt": redaction.text(_run(["systemctl", "status", "--no-pager", "-l", "-n", "0", unit])),
         "processes.json": _json([_process(one) for one in proc.processes_of(group)]),
         "listeners.json": _json(
             [_process(one) for pid in proc.listener(int(worker["port"])) if (one := proc.process(pid))]
         ),
         "passports.json": _json(passports.read(paths.passports(unit))),
-        "script.sh": redact(_text(worker["script"])),
+        "script.sh": redaction.text(_text(worker["script"])),
     }
     for name, text in parts.items():
         _write(os.path.join(directory, name), text)
     return sorted(parts)
-
-
-def redact(text: str) -> str:
-    """Without the values of names that look secret (`NAME=v`, `--name v`, `"name": v`) and bearer tokens."""
-    return _ASSIGNMENT.sub(rf"\1{_REDACTED}", text)
 
 
 def _process(process: proc.Process) -> dict[str, Any]:
@@ -81,15 +50,9 @@ def _process(process: proc.Process) -> dict[str, Any]:
         "state": process.state,
         "uid": process.uid,
         "exe": process.exe,
-        "cmdline": [
-            _REDACTED if before.startswith("-") and _OPTION.match(before) else redact(word)
-            for before, word in zip(["", *process.cmdline], process.cmdline)
-        ],
+        "cmdline": redaction.arguments(process.cmdline),
         "cgroup": proc.cgroup(process.pid),
-        "environ": {
-            name: _REDACTED if _SECRET.match(name) else redact(value)
-            for name, value in sorted(process.environ.items())
-        },
+        "environ": redaction.environment(process.environ),
     }
 
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from . import engine, http, passports, paths, proc, router, systemd
+from . import engine, http, passports, paths, proc, redaction, router, states, systemd
 from .errors import AgentError
 
 POLL_S = 0.5
 LOOK_S = 1.0  # between looks during the soak
 SETTLE_S = 10.0  # how long a process may take from its start to its passport once /health is 200
 _FLAGS = ("SGLANG_", "SGL_")
-_RECORDED = ("SGLANG_", "SGL_", "PYTHON")
+_RECORDED = ("SGLANG_", "SGL_", "DSV4_", "PYTHON", "SPT_")
 
 Say = Callable[..., None]
 Show = Callable[[str], systemd.Unit]
@@ -158,15 +158,13 @@ class _Gate:
         if restarts > self.restarts or sub.startswith("auto-restart"):
             raise GateRefused(
                 f"crash loop: {self.unit} died and systemd started it again (NRestarts {self.restarts} → "
-                f"{restarts}, now "
-                f"{active}/{sub}, {end}); last seen: {self.seen}; expected one start that stays up; read its "
-                "journal"
+                f"{restarts}, now {active}/{sub}, {end}); last seen: {self.seen}; expected one start that "
+                "stays up; read its journal"
             )
         if active in ("failed", "inactive", "deactivating"):
             raise GateRefused(
                 f"the server died: {self.unit} is {active}/{sub} ({end}); last seen: {self.seen}; expected "
-                "it active; "
-                "read its journal"
+                "it active; read its journal"
             )
         main = proc.process(shown.main_pid) if shown.main_pid else None
         if main is None or main.state in "ZX":
@@ -186,14 +184,12 @@ class _Gate:
         if shown.load != "loaded":
             raise GateRefused(
                 f"wrong unit: {self.unit} is {shown.load!r}, expected a loaded unit that runs "
-                f"{self.worker['script']}; "
-                "check the worker's unit name"
+                f"{self.worker['script']}; check the worker's unit name"
             )
         if shown.need_daemon_reload:
             raise GateRefused(
                 f"{self.unit}: its file {shown.fragment} was changed after systemd read it, expected systemd "
-                "to run "
-                "the file on disk; run systemctl daemon-reload"
+                "to run the file on disk; run systemctl daemon-reload"
             )
         script = self.worker["script"]
         run = _started_by(shown.exec_start)
@@ -202,8 +198,8 @@ class _Gate:
         ):
             raise GateRefused(
                 f"wrong script: {self.unit} ({shown.fragment}) starts {' '.join(run) or 'nothing'}, expected "
-                "it to start "
-                f"{script}; check the worker's unit and script: what was switched is not what this unit runs"
+                f"it to start {script}; check the worker's unit and script: what was switched is not what "
+                "this unit runs"
             )
 
     def _is_new(self, instance: Instance) -> None:
@@ -216,8 +212,8 @@ class _Gate:
         if same_process or (instance.invocation and instance.invocation == self.before.get("invocation")):
             raise GateRefused(
                 f"not restarted: {self.unit} still runs process {instance.main_pid} of invocation "
-                f"{instance.invocation}, expected "
-                "a new process and a new InvocationID; stop it and look why it did not go"
+                f"{instance.invocation}, expected a new process and a new InvocationID; stop it and look why "
+                "it did not go"
             )
 
     def _no_rival(self, members: list[proc.Process]) -> None:
@@ -232,9 +228,8 @@ class _Gate:
                 unit = os.path.basename(group) or "no unit"
                 raise GateRefused(
                     f"another process keeps the port: {self.server.host}:{self.port} is served by {rival} in "
-                    f"{group} ({unit}), expected "
-                    f"a process of {self.unit}; it is a left-over of an earlier start or another unit's "
-                    "server: stop that one"
+                    f"{group} ({unit}), expected a process of {self.unit}; it is a left-over of an earlier "
+                    "start or another unit's server: stop that one"
                 )
 
     def _no_wrapper(self, main: proc.Process, members: list[proc.Process]) -> None:
@@ -245,8 +240,7 @@ class _Gate:
             if child is not None and again is not None and again.is_shell:
                 raise GateRefused(
                     f"wrapper without exec: the main process of {self.unit} is {main}, and the server is its "
-                    f"child {child}; expected "
-                    f"the server as main process; end {self.worker['script']} in exec"
+                    f"child {child}; expected the server as main process; end {self.worker['script']} in exec"
                 )
 
     # -- health
@@ -289,11 +283,9 @@ class _Gate:
             if time.monotonic() >= until:
                 raise GateRefused(
                     f"no passport: {without[0]} of {self.unit} wrote none into {paths.passports(self.unit)}, "
-                    "expected one of each engine "
-                    f"process ({len(without)} without); the line in its sglang/srt/environ.py did not run: "
-                    "either it imported "
-                    "sglang from another tree, or the release lacks the line, or it could not write there "
-                    "(see its journal)"
+                    f"expected one of each engine process ({len(without)} without); the line in its "
+                    "sglang/srt/environ.py did not run: either it imported sglang from another tree, or the "
+                    "release lacks the line, or it could not write there (see its journal)"
                 )
             time.sleep(POLL_S)
         main = next((one for one in members if one.pid == instance.main_pid), None)
@@ -345,8 +337,7 @@ class _Gate:
         wanted = self.expect.get("arguments")
         if wanted and not _same_command(main.cmdline, wanted):
             raise GateRefused(
-                f"arguments: the main process runs {' '.join(main.cmdline)!r}, expected "
-                f"{' '.join(wanted)!r}; "
+                f"arguments: the main process runs {_shown(main.cmdline)!r}, expected {_shown(wanted)!r}; "
                 f"check what {self.worker['script']} executes"
             )
 
@@ -357,18 +348,24 @@ class _Gate:
             raise GateRefused(
                 f"the server died: process {instance.main_pid} of {self.unit} is gone; read its journal"
             )
-        wrong = _differences(main.environ, self.expect.get("environment") or {}, _RECORDED, {})
-        wanted = self.expect.get("arguments")
-        if wanted and main.cmdline != wanted:
-            wrong.append(f"found command line {' '.join(main.cmdline)!r}, expected {' '.join(wanted)!r}")
+        recorded, arguments = self.expect.get("environment"), self.expect.get("arguments")
+        if recorded is None or arguments is None:
+            self.notes.append(
+                "baseline: nothing ran at first contact, so there is no process to compare this one with"
+            )
+            return
+        # Secret values were not recorded, so they cannot be compared.
+        found = {name: value for name, value in main.environ.items() if not states.secret_name(name)}
+        wrong = _differences(found, recorded, _RECORDED, {})
+        if main.cmdline != arguments:
+            wrong.append(f"found command line {_shown(main.cmdline)!r}, expected {_shown(arguments)!r}")
         if wrong:
             raise GateRefused(
                 f"baseline: {main} is not as it was recorded at first contact: {'; '.join(wrong)}; compare "
-                "the script and the "
-                "unit with the baseline that is kept"
+                "the script and the unit with the baseline that is kept"
             )
         self.notes.append(
-            "baseline: proved by environment and command line of the main process, a hand-made start has no "
+            "baseline: proved by environment and command line of its main process; a hand-made start has no "
             "passports"
         )
 
@@ -382,8 +379,7 @@ class _Gate:
             if peer is None:
                 self.notes.append(
                     f"no end-to-end generation: {why}; a {self.worker['role']} worker cannot answer alone, "
-                    "so only the generation "
-                    "within the engine's own /health was seen"
+                    "so only the generation within the engine's own /health was seen"
                 )
                 self.say(self.notes[-1])
                 return None, "health"
@@ -402,8 +398,7 @@ class _Gate:
             if self._look() != instance:
                 raise GateRefused(
                     f"200, then dead: {self.unit} answered /health, but during the first generation its "
-                    f"process {instance.main_pid} "
-                    "went; read its journal"
+                    f"process {instance.main_pid} went; read its journal"
                 )
             if answer.ok:
                 return answer, "worker" if peer is None else f"pair with {peer['url']}"
@@ -478,8 +473,7 @@ class _Gate:
     def _died(self, instance: Instance, what: str) -> GateRefused:
         return GateRefused(
             f"200, then dead: {self.unit} answered /health from process {instance.main_pid}, and during the "
-            f"soak {what}; expected the "
-            "same process, healthy; read its journal"
+            f"soak {what}; expected the same process, healthy; read its journal"
         )
 
     # -- time
@@ -491,8 +485,8 @@ class _Gate:
         if self._left() <= 0:
             raise GateRefused(
                 f"deadline: {self.gate_s:g} s went by without proof; last seen: {self.seen}; expected "
-                "/health 200 and one generation; "
-                "look whether the server hangs or only starts slowly, then raise gate_s"
+                "/health 200 and one generation; look whether the server hangs or only starts slowly, then "
+                "raise gate_s"
             )
 
 
@@ -523,16 +517,22 @@ def _differences(
     Values of secret names are compared, never shown.
     """
     wrong: list[str] = []
+    shown = redaction.environment({**found})
     for name, value in sorted(wanted.items()):
         if name not in secret and found.get(name) != value:
-            wrong.append(f"found {name}={found.get(name, '(absent)')}, expected {value!r}")
+            hidden = redaction.environment({name: value})[name]
+            wrong.append(f"found {name}={shown.get(name, '(absent)')}, expected {hidden!r}")
     for name, value in sorted(secret.items()):
         if found.get(name) != value:
             wrong.append(f"found another value of the secret {name} than the one that was sent")
     for name in sorted(found):
         if name.startswith(prefixes) and name not in wanted and name not in secret:
-            wrong.append(f"found {name}={found[name]}, which nobody asked for")
+            wrong.append(f"found {name}={shown[name]}, which nobody asked for")
     return wrong
+
+
+def _shown(cmdline: list[str]) -> str:
+    return " ".join(redaction.arguments(cmdline))
 
 
 def _same_command(found: list[str], wanted: list[str]) -> bool:

@@ -39,8 +39,8 @@ def mismatches(passport: dict[str, Any], expect: dict[str, Any]) -> list[str]:
     imported = passport.get("sglang")
     if not isinstance(imported, str) or not _inside(imported, inside):
         wrong.append(
-            f"wrong tree: {who} imported sglang from {imported}, expected it from {inside}; "
-            "look for a directory sglang in the unit's working directory or an editable install"
+            f"wrong tree: {who} imported sglang from {imported}, expected it from {inside}; look for a "
+            "directory sglang in the unit's working directory or an editable install"
         )
     environ = passport.get("environ")
     if not isinstance(environ, str) or not _inside(environ, inside):
@@ -48,8 +48,7 @@ def mismatches(passport: dict[str, Any], expect: dict[str, Any]) -> list[str]:
     if passport.get("release") != release:
         wrong.append(
             f"wrong tree: {who} has dsv4_probe of release {passport.get('release')}, expected release "
-            f"{release}; "
-            "look for another dsv4_probe on its import path"
+            f"{release}; look for another dsv4_probe on its import path"
         )
     parsed = passport.get("flags")
     parsed = parsed if isinstance(parsed, dict) else {}

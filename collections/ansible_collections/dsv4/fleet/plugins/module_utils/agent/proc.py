@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from . import redaction
 from .errors import AgentError
 
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
@@ -64,7 +65,7 @@ class Process:
         return any("sglang" in name.rpartition("/")[2] for name in program)
 
     def __str__(self) -> str:
-        command = " ".join(self.cmdline) or f"[{os.path.basename(self.exe)}]"
+        command = " ".join(redaction.arguments(self.cmdline)) or f"[{os.path.basename(self.exe)}]"
         return f"process {self.pid} ({command if len(command) <= 160 else command[:157] + '...'})"
 
 
@@ -128,7 +129,9 @@ def cgroup(pid: int) -> str:
 
 def group_in(text: str) -> str:
     """systemd's path in /proc/PID/cgroup. In the hybrid layout either hierarchy may be the one it uses."""
-    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2}
+    paths = {
+        line.split(":", 2)[1]: line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2
+    }
     named, unified = paths.get("name=systemd", ""), paths.get("", "")
     return unified if named in ("", "/") and unified else named
 

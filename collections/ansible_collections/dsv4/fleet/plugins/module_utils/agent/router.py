@@ -107,8 +107,7 @@ class Router:
             if time.monotonic() >= deadline:
                 raise RouterError(
                     f"router {self.url}: it still lists {url} {timeout_s:.0f} s after DELETE, expected it "
-                    "gone; "
-                    "look at the router's log"
+                    "gone; look at the router's log"
                 )
             time.sleep(POLL_S)
 
@@ -143,9 +142,8 @@ class Router:
                 seen = f"listed as {listed[0]}" if listed else "not listed"
                 raise RouterError(
                     f"router {self.url}: after adding it, {url} is {seen} (its job: {status}), expected it "
-                    "listed and "
-                    f"healthy as {role}; check that the router reaches {url} and that the key fits. The add "
-                    "cannot be cancelled: the router may list this worker later"
+                    f"listed and healthy as {role}; check that the router reaches {url} and that the key "
+                    "fits. The add cannot be cancelled: the router may list this worker later"
                 )
             time.sleep(POLL_S)
 
@@ -186,14 +184,12 @@ class Router:
         if answer.status in (401, 403):
             raise RouterError(
                 f"router {self.url}: found status {answer.status} of {method} {path}, expected its key to be "
-                "accepted; "
-                "set the router's control-plane key"
+                "accepted; set the router's control-plane key"
             )
         if answer.status not in wanted:
             raise RouterError(
                 f"router {self.url}: found status {answer.status} of {method} {path}: "
-                f"{http.excerpt(answer.body)!r}, "
-                f"expected {' or '.join(map(str, wanted))}"
+                f"{http.excerpt(answer.body)!r}, expected {' or '.join(map(str, wanted))}"
             )
         return self._json(answer) if answer.body.strip() and answer.status != 404 else None
 
@@ -305,8 +301,7 @@ def admit(
                 if status != 200:
                     raise RouterError(
                         f"found status {status} of the worker's /health ({error}), expected 200; it was not "
-                        "added to "
-                        f"router {router.url}, which would go on trying for ever"
+                        f"added to router {router.url}, which would go on trying for ever"
                     )
                 added.append(router)
                 router.admit(url, role, worker["bootstrap_port"], secrets.get("api_key"), deadline)
@@ -329,8 +324,7 @@ def _enough(router: Router, listed: list[RouterWorker], role: str, url: str, lea
     if found < least:
         raise RouterError(
             f"router {router.url}: without {url} it has {found} healthy {role} worker(s), expected at least "
-            f"{least} "
-            "(min_admitted); admit another one first, or lower min_admitted"
+            f"{least} (min_admitted); admit another one first, or lower min_admitted"
         )
 
 
@@ -356,8 +350,7 @@ def _idle(server: engine.Worker, drain_s: float, probe_s: float, say: Say) -> bo
         if time.monotonic() >= deadline:
             raise _Busy(
                 f"the worker was not idle {drain_s:.0f} s after it left its routers: {state}; expected "
-                "nothing running or "
-                "waiting; look for clients that bypass the router, or raise drain_s"
+                "nothing running or waiting; look for clients that bypass the router, or raise drain_s"
             )
         time.sleep(POLL_S)
 
@@ -443,7 +436,6 @@ def _through(
         if answer.final or time.monotonic() >= deadline:
             raise RouterError(
                 f"router {router.url}: a request through it failed: {answer.error}; expected an answer: "
-                "check each "
-                "worker that it lists, and whether prefill and decode reach one another"
+                "check each worker that it lists, and whether prefill and decode reach one another"
             )
         time.sleep(POLL_S)
