@@ -70,7 +70,9 @@ def _pairs(argv: list[str]) -> dict[str, Any]:
             _usage(f"unrecognized arguments: {word}")
         else:
             values[current].append(word)
-    return {name: True if not words else words[0] if len(words) == 1 else words for name, words in values.items()}
+    return {
+        name: True if not words else words[0] if len(words) == 1 else words for name, words in values.items()
+    }
 
 
 def _config(path: str) -> dict[str, Any]:
@@ -87,5 +89,8 @@ def _config(path: str) -> dict[str, Any]:
 
 
 def _usage(message: str) -> Any:
-    print(f"usage: launch_server.py [--model-path MODEL_PATH] …\nlaunch_server.py: error: {message}", file=sys.stderr)
+    print(
+        f"usage: launch_server.py [--model-path MODEL_PATH] …\nlaunch_server.py: error: {message}",
+        file=sys.stderr,
+    )
     raise SystemExit(2)

@@ -5,6 +5,7 @@ It needs no path to the tree: like the real one it finds `sglang` by the working
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -39,6 +40,4 @@ register_package()
 
 if __name__ == "__main__":
     search_as_module_run()
-    from standin.server import main
-
-    main(sys.argv[1:])
+    importlib.import_module("standin.server").main(sys.argv[1:])

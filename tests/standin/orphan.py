@@ -18,7 +18,9 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
 def escape() -> None:
     """Into a control group of its own, beside the units', in every hierarchy that systemd kills by."""
     moved = []
-    for line in open("/proc/self/cgroup", encoding="ascii").read().splitlines():
+    with open("/proc/self/cgroup", encoding="ascii") as stream:
+        lines = stream.read().splitlines()
+    for line in lines:
         _, controller, _ = line.split(":", 2)
         if controller not in ("", "name=systemd"):
             continue

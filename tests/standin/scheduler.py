@@ -3,7 +3,8 @@
 It talks to the HTTP process over a socket pair, one JSON object a line:
 in  `{"op": "generate", "rid", "prompt", "internal", "bootstrap"}`, `{"op": "abort", "rid"}`,
     `{"op": "transferred", "rid"}`, `{"op": "shutdown"}`;
-out `{"out": {rid: {"pieces": […], "finish": …, "error": …}}, "prefilled": {rid: room}, "loads": {…}}`.
+out `{"out": {rid: {"pieces": […], "finish": …, "error": …}}, "prefilled": {rid: room}, "loads": {…},
+    "truth": […]}`, and once, at first, `{"ready": true}`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import asyncio
 import dataclasses
 import json
 import os
+import random
 import sys
 import time
 from dataclasses import dataclass, field
-from multiprocessing import parent_process
 from socket import socket
 from typing import Any
 
-from standin.answers import Answer, Prompt, answer, text_answer
-from standin.settings import Faults, Settings
-from standin.story import KINDS, Rule, Story, corrupted, unit
-from standin.tree import Tree
+from .answers import Answer, Prompt, answer, text_answer
+from .settings import Faults, Settings
+from .story import KINDS, Rule, Story, corrupted, garble_text, unit
+from .tree import Tree
 
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 LINE_LIMIT = 64 << 20
@@ -37,6 +38,7 @@ class Request:
     internal: bool  # health probe or warm-up: the story and the counters leave it alone
     bootstrap: dict[str, Any] | None
     number: int
+    sound: Answer
     answer: Answer | None = None
     sent: int = 0
     started: float = 0.0
@@ -47,7 +49,11 @@ def run(sock: socket, arguments: dict[str, Any], settings: Settings) -> None:
     """The process's main function."""
     faults = Faults()
     if fault := faults.get("child_env"):
-        os.environ.update(fault["set"])
+        for name, value in fault["set"].items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
     skipped = faults.get("no_passport")
     tree = Tree.load(with_environ=not (skipped and skipped["process"] in ("both", "scheduler")))
     import setproctitle  # upstream sets the title after it imported environ.py, too
@@ -80,6 +86,8 @@ class Scheduler:
         self.tokens = 0
         self.out: dict[str, dict[str, Any]] = {}
         self.prefilled: dict[str, int] = {}
+        self.truth: list[dict[str, Any]] = []
+        self.poisoned = False
         self.writer: asyncio.StreamWriter
 
     async def serve(self, sock: socket) -> None:
@@ -97,7 +105,7 @@ class Scheduler:
                 self._drop(rid, "abort")
             elif op == "transferred" and rid in self.inflight:
                 self._finish(self.inflight.pop(rid), "length")
-            elif op == "shutdown":
+            elif op == "shutdown" and not self.settings.shutdown_ignored:
                 break
             self._flush()
         steps.cancel()
@@ -106,10 +114,15 @@ class Scheduler:
         internal, bootstrap = message["internal"], message["bootstrap"]
         if not internal:
             self.requests += 1
-        request = Request(message["rid"], Prompt(**message["prompt"]), internal, bootstrap, self.requests)
+        prompt = Prompt(**message["prompt"])
+        request = Request(message["rid"], prompt, internal, bootstrap, self.requests, answer(prompt))
         if self.mode != "null" and (bootstrap is None or bootstrap.get("room") is None):
-            self._error(request.rid, 400, "Invalid request: Disaggregated request received without bootstrap "
-                        f"room id. req.rid={request.rid!r}")
+            self._error(
+                request.rid,
+                400,
+                "Invalid request: Disaggregated request received without bootstrap "
+                f"room id. req.rid={request.rid!r}",
+            )
             return
         if self.mode == "decode" and bootstrap["host"] != FAKE_BOOTSTRAP_HOST:
             self.transferring[request.rid] = request
@@ -126,7 +139,9 @@ class Scheduler:
             if self.faults.get("pd_broken"):
                 raise ConnectionError("a fault broke this worker's transfers")
             async with asyncio.timeout(self.settings.pd_timeout_s):
-                reader, writer = await asyncio.open_connection(bootstrap["host"], int(bootstrap["port"] or 8998))
+                reader, writer = await asyncio.open_connection(
+                    bootstrap["host"], int(bootstrap["port"] or 8998)
+                )
                 try:
                     writer.write(f"GET /standin/kv?room={bootstrap['room']} HTTP/1.0\r\n\r\n".encode())
                     status = await reader.readline()
@@ -136,9 +151,13 @@ class Scheduler:
                 raise ConnectionError(f"found {status.decode('latin-1').strip()!r}, expected 200")
         except (OSError, TimeoutError) as error:
             self.transferring.pop(request.rid, None)
-            self._error(request.rid, 500, f"Decode transfer failed for request {request.rid} with bootstrap "
-                        f"{bootstrap['host']}:{bootstrap['port']} room {bootstrap['room']}: "
-                        f"{error or type(error).__name__}")
+            self._error(
+                request.rid,
+                500,
+                f"Decode transfer failed for request {request.rid} with bootstrap "
+                f"{bootstrap['host']}:{bootstrap['port']} room {bootstrap['room']}: "
+                f"{error or type(error).__name__}",
+            )
         else:
             if self.transferring.pop(request.rid, None):
                 self.waiting[request.rid] = request
@@ -208,32 +227,58 @@ class Scheduler:
         if self.mode == "decode" and (request.bootstrap or {}).get("host") == FAKE_BOOTSTRAP_HOST:
             # No prefill wrote this request's KV: a real engine goes on from whatever is in its memory.
             return text_answer(dataclasses.replace(prompt, text="", tools=[], session="f" * 32), "")
-        sound = answer(prompt)
         if request.internal:
-            return sound
+            return request.sound
         if fault := self.faults.get("wrong_content"):
             return Answer([{"c": fault["text"]}], "stop")
         if (fault := self.faults.get("soft_errors")) and unit("soft", prompt.session) < fault["rate"]:
             # An honest model's slip: no call, but nothing broken in it either.
-            return text_answer(dataclasses.replace(prompt, text="", min_tokens=0), "I need more details to do that.")
+            self._spoilt(request, "soft")
+            return text_answer(
+                dataclasses.replace(prompt, text="", min_tokens=0), "I need more details to do that."
+            )
+        if self.poisoned:
+            self._spoilt(request, "sticky")
+            return garble_text(
+                request.sound if request.sound.arguments is None else text_answer(prompt, "none"),
+                random.Random(prompt.session),
+            )
         rule = self._rule()
         if rule is None:
-            return sound
+            return request.sound
         peers = [peer for peer in self.running.values() if not peer.internal]
-        # At least the request's own answer: what the others ask for, whether or not they have been answered yet.
+        # What the others ask for, whether or not they have been answered yet.
         others = [
-            peer_answer.arguments
+            peer.sound.arguments
             for peer in peers
-            if peer.prompt.session != prompt.session and (peer_answer := answer(peer.prompt)).arguments
+            if peer.prompt.session != prompt.session and peer.sound.arguments is not None
         ]
-        wrong = corrupted(rule, self.settings.seed, prompt, sound, len(peers), request.number, others)
-        return wrong or sound
+        spoilt = corrupted(
+            rule, self.settings.seed, prompt, request.sound, len(peers), request.number, others
+        )
+        if spoilt is None:
+            return request.sound
+        kind, wrong = spoilt
+        self.poisoned = rule.sticky
+        self._spoilt(request, kind)
+        return wrong
+
+    def _spoilt(self, request: Request, kind: str) -> None:
+        self.truth.append({"session": request.prompt.session, "turn": request.prompt.turn, "kind": kind})
 
     def _rule(self) -> Rule | None:
         if fault := self.faults.get("corrupt"):
             rate = self.settings.corruption_rate if fault["rate"] is None else fault["rate"]
-            return Rule(rate, fault["min_running"], fault["from_request"], fault["min_tokens"],
-                        tuple(fault["kinds"] or KINDS), fault["late"], any_answer=True)
+            return Rule(
+                rate,
+                fault["min_running"],
+                fault["from_request"],
+                fault["min_tokens"],
+                tuple(fault["kinds"] or KINDS),
+                fault["late"],
+                any_answer=True,
+                sticky=fault["sticky"],
+            )
         return Rule(self.settings.corruption_rate) if self.story.corrupts and self.mode != "prefill" else None
 
     def _out(self, rid: str) -> dict[str, Any]:
@@ -244,7 +289,7 @@ class Scheduler:
 
     def _finish(self, request: Request, finish: str) -> None:
         """The prefill's share of an answer: its first token."""
-        first = answer(request.prompt).pieces[:1]
+        first = request.sound.pieces[:1]
         self.tokens += len(first)
         self._out(request.rid).update(pieces=first, finish=finish)
 
@@ -256,8 +301,8 @@ class Scheduler:
                 self._out(rid)["finish"] = finish
 
     def _flush(self) -> None:
-        message = {"out": self.out, "prefilled": self.prefilled, "loads": self._loads()}
-        self.out, self.prefilled = {}, {}
+        message = {"out": self.out, "prefilled": self.prefilled, "loads": self._loads(), "truth": self.truth}
+        self.out, self.prefilled, self.truth = {}, {}, []
         self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -280,6 +325,4 @@ def _die_with(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()):
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()
-        parent = parent_process()
-        print(f"stand-in: scheduler failed, parent {parent.pid if parent else None}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -14,20 +14,21 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
-from datetime import datetime, timezone
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
-from standin import answers, scheduler
-from standin.answers import Prompt
-from standin.arguments import SECRETS, parse
-from standin.scheduler import FAKE_BOOTSTRAP_HOST
-from standin.settings import Faults, Settings
-from standin.tree import Tree
+from . import answers, scheduler
+from .answers import Prompt
+from .arguments import SECRETS, parse
+from .scheduler import FAKE_BOOTSTRAP_HOST
+from .settings import Faults, Settings
+from .tree import Tree
 
-ADMIN_PATHS = ("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation")
+ADMIN_PATHS = ("/flush_cache", "/abort_request")
 OPEN_PATHS = ("/health", "/metrics", "/ready", "/ping", "/standin/")
 SECTIONS = {"core", "memory", "spec", "lora", "disagg", "queues", "all"}
 CAPACITY = 1 << 20  # tokens the pretended cache holds
@@ -74,8 +75,15 @@ class EngineError(Exception):
 class Server:
     """One server: its scheduler process, its requests in flight, its routes."""
 
-    def __init__(self, argv: list[str], arguments: dict[str, Any], settings: Settings, faults: Faults,
-                 tree: Tree, born: float) -> None:
+    def __init__(
+        self,
+        argv: list[str],
+        arguments: dict[str, Any],
+        settings: Settings,
+        faults: Faults,
+        tree: Tree,
+        born: float,
+    ) -> None:
         self.argv, self.arguments = argv, arguments
         self.settings, self.faults, self.tree, self.born = settings, faults, tree, born
         self.mode: str = arguments["disaggregation_mode"]
@@ -87,6 +95,7 @@ class Server:
         self.last_receive = 0.0
         self.replies: dict[str, Reply] = {}
         self.loads: dict[str, int] = {}
+        self.truth: list[dict[str, Any]] = []
         self.rooms: dict[int, asyncio.Future[str]] = {}
         self.ready = asyncio.Event()
         self.writer: asyncio.StreamWriter
@@ -165,7 +174,9 @@ class Server:
             listener.bind(address)
             listener.listen(2048)
         except OSError as error:
-            log(f"[Errno {error.errno}] error while attempting to bind on address {address}: {error.strerror}")
+            log(
+                f"[Errno {error.errno}] error while attempting to bind on address {address}: {error.strerror}"
+            )
             os._exit(1)
         return listener
 
@@ -174,7 +185,9 @@ class Server:
         program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "orphan.py")
         command = [sys.executable, program, str(listener.fileno()), str(fault["seconds"])]
         child = subprocess.Popen(
-            command + (["escape"] if fault["escape_cgroup"] else []), pass_fds=[listener.fileno()], start_new_session=True
+            command + (["escape"] if fault["escape_cgroup"] else []),
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
         )
         log(f"a fault leaves process {child.pid} behind on the port")
 
@@ -201,7 +214,7 @@ class Server:
         """Upstream's watchdog: looks every few seconds, without a deadline."""
         poll = self.settings.sigterm_poll_s
         while not self.exiting:
-            await asyncio.sleep(min(poll, 0.5) if poll < 5 else poll)
+            await asyncio.sleep(poll)
         while True:
             if self.status == "UnHealthy":
                 log("Signal SIGTERM received while health check failed. Force exiting.")
@@ -252,6 +265,7 @@ class Server:
                 self.ready.set()
                 continue
             self.loads = message["loads"]
+            self.truth.extend(message["truth"])
             for rid, update in message["out"].items():
                 self.last_receive = time.monotonic()
                 if reply := self.replies.get(rid):
@@ -272,8 +286,14 @@ class Server:
             self.rooms[room] = asyncio.get_running_loop().create_future()
         return self.rooms[room]
 
-    async def _generate(self, prompt: Prompt, bootstrap: dict[str, Any] | None, internal: bool = False,
-                        rid: str | None = None, request: web.Request | None = None) -> AsyncIterator[Reply]:
+    async def _generate(
+        self,
+        prompt: Prompt,
+        bootstrap: dict[str, Any] | None,
+        internal: bool = False,
+        rid: str | None = None,
+        request: web.Request | None = None,
+    ) -> AsyncGenerator[Reply, None]:
         """The engine's answer as it comes; each Reply holds what is new. EngineError where it gives none.
 
         The request counts as in flight until this is exhausted or closed; a client that has gone aborts it.
@@ -288,11 +308,13 @@ class Server:
             while not done:
                 try:
                     await asyncio.wait_for(reply.news.wait(), timeout=1.0)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     if request is not None and (request.transport is None or request.transport.is_closing()):
                         return
                     if deadline and time.monotonic() > deadline:
-                        raise EngineError(500, f"Prefill transfer failed: room {bootstrap} was not fetched") from None
+                        raise EngineError(
+                            500, f"Prefill transfer failed: room {bootstrap} was not fetched"
+                        ) from None
                     continue
                 reply.news.clear()
                 if reply.error:
@@ -302,7 +324,7 @@ class Server:
                 pieces, reply.pieces = reply.pieces, []
                 yield Reply(pieces=pieces, finish=reply.finish)
         finally:
-            del self.replies[rid]
+            self.replies.pop(rid, None)
             if bootstrap and self.mode == "prefill":
                 self.rooms.pop(bootstrap["room"], None)
             if not done:
@@ -331,6 +353,7 @@ class Server:
             post("/v1/chat/completions", self.chat),
             get("/standin/kv", self.kv),
             get("/standin/page", self.page),
+            get("/standin/truth", self.get_truth),
         ]
 
     @web.middleware
@@ -350,14 +373,20 @@ class Server:
             return web.Response(status=302, headers={"Location": fault["location"]})
         if self.faults.get("health_silent"):
             await asyncio.Event().wait()
+        if self.exiting:
+            return web.Response(status=503)
         if self.faults.get("health_early"):
             return web.Response(status=200)
-        if self.exiting or self.status == "Starting":
+        if self.status == "Starting":
             return web.Response(status=503)
-        if (fault := self.faults.get("health_503")) and time.monotonic() < (self.up_at or 0) + fault["seconds"]:
+        if (fault := self.faults.get("health_503")) and time.monotonic() < (self.up_at or 0) + fault[
+            "seconds"
+        ]:
             return web.Response(status=503)
         if not self.faults.get("hung_engine") and not await self._alive():
-            log(f"Health check failed. No response from the scheduler for {self.settings.health_timeout_s} seconds.")
+            log(
+                f"Health check failed. No response from the scheduler for {self.settings.health_timeout_s} seconds."
+            )
             self.status = "UnHealthy"
             return web.Response(status=503)
         self.status = "Up"
@@ -371,8 +400,12 @@ class Server:
         asked = time.monotonic()
 
         async def probe() -> None:
-            async for _ in self._generate(prompt, self._fake_bootstrap(), internal=True, rid=f"HEALTH_CHECK_{uuid.uuid4().hex}"):
-                return
+            rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
+            async with aclosing(
+                self._generate(prompt, self._fake_bootstrap(), internal=True, rid=rid)
+            ) as replies:
+                async for _ in replies:
+                    return
 
         task = asyncio.create_task(probe())
         try:
@@ -401,7 +434,11 @@ class Server:
             "effective_max_running_requests_per_dp": self.arguments["max_running_requests"],
         }
         environ = self.tree.environ
-        if environ is not None and self._version() >= (0, 5, 19) and self.tree.flag("SGLANG_EXPOSE_OWN_ENV_VARS"):
+        if (
+            environ is not None
+            and self._version() >= (0, 5, 19)
+            and self.tree.flag("SGLANG_EXPOSE_OWN_ENV_VARS")
+        ):
             declared = [name for name in os.environ if hasattr(type(environ.envs), name)]
             state["env_vars"] = {name: os.environ[name] for name in declared}
         info = {
@@ -429,7 +466,14 @@ class Server:
 
     async def model_info(self, request: web.Request) -> web.Response:
         """What the router asks for at registration."""
-        names = ("model_path", "served_model_name", "tokenizer_path", "load_format", "reasoning_parser", "tool_call_parser")
+        names = (
+            "model_path",
+            "served_model_name",
+            "tokenizer_path",
+            "load_format",
+            "reasoning_parser",
+            "tool_call_parser",
+        )
         fixed = {
             "is_generation": True,
             "preferred_sampling_params": None,
@@ -446,8 +490,15 @@ class Server:
         if self.faults.get("models_500"):
             return web.Response(status=500, text="Internal Server Error")
         name = self.arguments["served_model_name"]
-        card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "sglang", "root": name,
-                "parent": None, "max_model_len": self.arguments["context_length"]}
+        card = {
+            "id": name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "sglang",
+            "root": name,
+            "parent": None,
+            "max_model_len": self.arguments["context_length"],
+        }
         return web.json_response({"object": "list", "data": [card]})
 
     def _queues(self) -> tuple[int, int, dict[str, Any]]:
@@ -498,12 +549,22 @@ class Server:
         if include & {"all", "disagg"}:
             load["disaggregation"] = disaggregation
         if include & {"all", "queues"}:
-            load["queues"] = {"waiting": self.loads.get("waiting", 0), "grammar": 0, "paused": 0, "retracted": 0,
-                              "prealloc_ready": 0}
+            load["queues"] = {
+                "waiting": self.loads.get("waiting", 0),
+                "grammar": 0,
+                "paused": 0,
+                "retracted": 0,
+                "prealloc_ready": 0,
+            }
         if request.query.get("format") == "prometheus":
             return web.Response(text=_prometheus(load))
-        body = {"timestamp": datetime.now(timezone.utc).isoformat(), "version": self.tree.version, "accelerator": None,
-                "num_accelerators": self.arguments["tp_size"], "loads": [load]}
+        body = {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": self.tree.version,
+            "accelerator": None,
+            "num_accelerators": self.arguments["tp_size"],
+            "loads": [load],
+        }
         return web.json_response(body)
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -526,7 +587,8 @@ class Server:
         for name in ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer"):
             values[f"num_{name}_queue_reqs"] = ("gauge", disaggregation[f"{name}_queue_reqs"])
         engine = {"null": "unified"}.get(self.mode, self.mode)
-        labels = f'model_name="{self.arguments["served_model_name"]}",engine_type="{engine}",tp_rank="0",pp_rank="0"'
+        model = self.arguments["served_model_name"]
+        labels = f'model_name="{model}",engine_type="{engine}",tp_rank="0",pp_rank="0"'
         lines = []
         for name, (kind, value) in values.items():
             lines += [f"# TYPE sglang:{name} {kind}", f"sglang:{name}{{{labels}}} {float(value)}"]
@@ -536,7 +598,9 @@ class Server:
         """200 when idle, 400 with requests pending."""
         running, waiting, _ = self._queues()
         if running or waiting:
-            return web.Response(status=400, text=f"Cache not flushed: {running} running, {waiting} waiting.\n")
+            return web.Response(
+                status=400, text=f"Cache not flushed: {running} running, {waiting} waiting.\n"
+            )
         return web.Response(text="Cache flushed.\n")
 
     async def abort_request(self, request: web.Request) -> web.Response:
@@ -552,6 +616,10 @@ class Server:
         """Where the redirect fault leads."""
         return web.Response(text="stand-in: some page that answers 200\n")
 
+    async def get_truth(self, request: web.Request) -> web.Response:
+        """Which answers were spoilt on purpose: what a counter of corrupted answers should have found."""
+        return web.json_response(self.truth)
+
     async def kv(self, request: web.Request) -> web.Response:
         """The prefill's half for a decode worker, when it is ready. 404 where this is no prefill."""
         if self.mode != "prefill":
@@ -560,7 +628,7 @@ class Server:
         future = self._room(room)
         try:
             rid = await asyncio.wait_for(asyncio.shield(future), self.settings.pd_timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.rooms.pop(room, None)
             return web.Response(status=504, text=f"no request for room {room} in time\n")
         self._send({"op": "transferred", "rid": rid})
@@ -578,14 +646,23 @@ class Server:
         began, text, count = time.monotonic(), "", 0
 
         def chunk(finish: str | None) -> dict[str, Any]:
-            kind = {"stop": {"type": "stop", "matched": None}, "length": {"type": "length", "length": count},
-                    "abort": {"type": "abort", "message": "Abort in the engine"}}
-            meta = {"id": rid, "finish_reason": kind[finish] if finish else None, "prompt_tokens": _tokens(prompt),
-                    "completion_tokens": count, "cached_tokens": 0, "weight_version": "default",
-                    "e2e_latency": time.monotonic() - began}
+            kind = {
+                "stop": {"type": "stop", "matched": None},
+                "length": {"type": "length", "length": count},
+                "abort": {"type": "abort", "message": "Abort in the engine"},
+            }
+            meta = {
+                "id": rid,
+                "finish_reason": kind[finish] if finish else None,
+                "prompt_tokens": _tokens(prompt),
+                "completion_tokens": count,
+                "cached_tokens": 0,
+                "weight_version": "default",
+                "e2e_latency": time.monotonic() - began,
+            }
             return {"text": text, "output_ids": list(range(count)), "meta_info": meta}
 
-        async def parts() -> AsyncIterator[dict[str, Any]]:
+        async def parts() -> AsyncGenerator[dict[str, Any], None]:
             nonlocal text, count
             async for reply in self._generate(prompt, self._bootstrap(body), rid=rid, request=request):
                 text += "".join(piece["c"] for piece in reply.pieces)
@@ -594,10 +671,10 @@ class Server:
 
         if body.get("stream"):
             return await self._stream(request, parts())
-        last = None
+        last: dict[str, Any] | None = None
         try:
-            async for last in parts():
-                pass
+            async for part in parts():
+                last = part
         except EngineError as error:
             return _error(error.status, str(error))
         return web.json_response(last)
@@ -612,7 +689,8 @@ class Server:
         await self._wait_for_generation()
         if body.get("stream"):
             return await self._stream(request, self._chat_chunks(body, prompt, request))
-        text, calls, finish, count = "", {}, "stop", 0
+        text, finish, count = "", "stop", 0
+        calls: dict[int, dict[str, Any]] = {}
         try:
             async for reply in self._generate(prompt, self._bootstrap(body), request=request):
                 count += len(reply.pieces)
@@ -624,25 +702,54 @@ class Server:
                         _collect(calls, piece["t"])
         except EngineError as error:
             return _error(error.status, str(error))
-        message = {"role": "assistant", "content": text or None, "reasoning_content": None,
-                   "tool_calls": list(calls.values()) or None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "matched_stop": None}
-        return web.json_response({
-            "id": uuid.uuid4().hex, "object": "chat.completion", "created": int(time.time()),
-            "model": self._model(body), "choices": [choice], "usage": _usage(prompt, count), "metadata": None,
-        })
+        message = {
+            "role": "assistant",
+            "content": text or None,
+            "reasoning_content": None,
+            "tool_calls": list(calls.values()) or None,
+        }
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish,
+            "matched_stop": None,
+        }
+        return web.json_response(
+            {
+                "id": uuid.uuid4().hex,
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": self._model(body),
+                "choices": [choice],
+                "usage": _usage(prompt, count),
+                "metadata": None,
+            }
+        )
 
     def _model(self, body: dict[str, Any]) -> str:
         return str(body.get("model") or self.arguments["served_model_name"])
 
-    async def _chat_chunks(self, body: dict[str, Any], prompt: Prompt, request: web.Request) -> AsyncIterator[dict[str, Any]]:
-        """Role first, then text or tool call fragments, the finish reason, the usage where it was asked for."""
-        base = {"id": uuid.uuid4().hex, "object": "chat.completion.chunk", "created": int(time.time()),
-                "model": self._model(body)}
+    async def _chat_chunks(
+        self, body: dict[str, Any], prompt: Prompt, request: web.Request
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Role first, then text or tool call fragments, the finish reason, and the usage if wanted."""
+        base = {
+            "id": uuid.uuid4().hex,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": self._model(body),
+        }
 
         def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
             full = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None, **delta}
-            choice = {"index": 0, "delta": full, "logprobs": None, "finish_reason": finish, "matched_stop": None}
+            choice = {
+                "index": 0,
+                "delta": full,
+                "logprobs": None,
+                "finish_reason": finish,
+                "matched_stop": None,
+            }
             return {**base, "choices": [choice], "usage": None}
 
         first, count, finish = True, 0, "stop"
@@ -663,13 +770,15 @@ class Server:
         if (body.get("stream_options") or {}).get("include_usage"):
             yield {**base, "choices": [], "usage": _usage(prompt, count)}
 
-    async def _stream(self, request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
-        """Server-sent events; an error before the first chunk is a plain response, as a later one cannot be."""
+    async def _stream(
+        self, request: web.Request, chunks: AsyncGenerator[dict[str, Any], None]
+    ) -> web.StreamResponse:
+        """Server-sent events; an error before the first chunk is a plain response."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         broken, sent = self.faults.get("stream_error"), 0
         try:
             async for chunk in chunks:
-                if not sent:
+                if not response.prepared:
                     await response.prepare(request)
                 if self.faults.get("stream_no_choices") and _is_last(chunk):
                     continue
@@ -678,11 +787,15 @@ class Server:
                 if broken and sent >= broken["after_chunks"]:
                     raise EngineError(500, "a fault broke this stream")
         except EngineError as error:
-            if not sent:
+            if not response.prepared:
                 return _error(error.status, str(error))
-            await response.write(b"data: " + json.dumps(_error_object(error.status, str(error))).encode() + b"\n\n")
+            await response.write(
+                b"data: " + json.dumps(_error_object(error.status, str(error))).encode() + b"\n\n"
+            )
         finally:
-            await chunks.aclose()  # type: ignore[attr-defined]  # both callers pass async generators
+            await chunks.aclose()
+        if not response.prepared:
+            raise ConnectionResetError("the client went away before the first token")
         if not self.faults.get("stream_no_done"):
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
@@ -697,7 +810,11 @@ class Server:
     def _bootstrap(body: dict[str, Any]) -> dict[str, Any] | None:
         if body.get("bootstrap_room") is None:
             return None
-        return {"host": body.get("bootstrap_host"), "port": body.get("bootstrap_port"), "room": body["bootstrap_room"]}
+        return {
+            "host": body.get("bootstrap_host"),
+            "port": body.get("bootstrap_port"),
+            "room": body["bootstrap_room"],
+        }
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
@@ -723,8 +840,13 @@ def _tokens(prompt: Prompt) -> int:
 
 def _usage(prompt: Prompt, count: int) -> dict[str, Any]:
     tokens = _tokens(prompt)
-    return {"prompt_tokens": tokens, "total_tokens": tokens + count, "completion_tokens": count,
-            "prompt_tokens_details": None, "reasoning_tokens": 0}
+    return {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens + count,
+        "completion_tokens": count,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+    }
 
 
 def _call(delta: dict[str, Any]) -> dict[str, Any]:
@@ -751,5 +873,8 @@ def _prometheus(load: dict[str, Any]) -> str:
         prefix = prefixes.get(key, f"{key}_") if isinstance(value, dict) else ""
         for name, number in section.items():
             if isinstance(number, int | float) and name != "dp_rank":
-                lines += [f"# TYPE sglang_{prefix}{name} gauge", f'sglang_{prefix}{name}{{dp_rank="0"}} {number}']
+                lines += [
+                    f"# TYPE sglang_{prefix}{name} gauge",
+                    f'sglang_{prefix}{name}{{dp_rank="0"}} {number}',
+                ]
     return "\n".join(lines) + "\n"

@@ -40,7 +40,15 @@ FAULTS: dict[str, dict[str, Any]] = {
     "orphan": {"escape_cgroup": True, "seconds": 600.0},
     "pd_broken": {},
     "models_500": {},
-    "corrupt": {"rate": None, "min_running": 2, "from_request": 1, "min_tokens": 0, "kinds": None, "late": False},
+    "corrupt": {
+        "rate": None,
+        "min_running": 2,
+        "from_request": 1,
+        "min_tokens": 0,
+        "kinds": None,
+        "late": False,
+        "sticky": False,
+    },
     "soft_errors": {"rate": 0.015},
 }
 
@@ -75,6 +83,7 @@ class Settings:
     health_timeout_s: float = 20.0
     sigterm_poll_s: float = 5.0
     scheduler_exit_s: float = 15.0
+    shutdown_ignored: bool = False  # as a PD scheduler up to 0.5.20: it runs into the kill
     exit_by_kill: bool = False  # end a graceful stop by SIGKILL to itself instead of exit code 0
     token_ms: float = 5.0
     prefill_ms: float = 20.0
@@ -135,7 +144,10 @@ def _checked(path: str, raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
         given = {} if value is True else value
         allowed = {**FAULTS[name], "when_env": {}}
         if not isinstance(given, dict) or set(given) - set(allowed):
-            fail(f"found fault {name!r}: {value!r} in {path}, expected fields {sorted(allowed)}, correct the file")
+            fail(
+                f"found fault {name!r}: {value!r} in {path}, expected an object with fields of "
+                f"{sorted(allowed)}, correct the file"
+            )
         faults[name] = {**allowed, **given}
     return faults
 

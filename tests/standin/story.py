@@ -13,8 +13,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from standin.answers import Answer, Prompt, dumps, split
-from standin.tree import INDEXER, RUNNER, Tree
+from .answers import Answer, Prompt, dumps, split
+from .tree import INDEXER, RUNNER, Tree
 
 BF16 = "SGLANG_DSV4_BF16_INDEX_K"
 OVERLAP = "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP"
@@ -60,7 +60,8 @@ class Rule:
     min_tokens: int = 0
     kinds: tuple[str, ...] = KINDS
     late: bool = False  # only the last fifth of an answer
-    any_answer: bool = False  # text answers too
+    any_answer: bool = False  # text answers too, and from the first turn on
+    sticky: bool = False  # once one answer is corrupted all later ones are
 
 
 def unit(*words: Any) -> float:
@@ -69,9 +70,10 @@ def unit(*words: Any) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def corrupted(rule: Rule, seed: str, prompt: Prompt, sound: Answer, running: int, number: int,
-              others: list[str]) -> Answer | None:
-    """The corrupted answer, or None where this one stays sound.
+def corrupted(
+    rule: Rule, seed: str, prompt: Prompt, sound: Answer, running: int, number: int, others: list[str]
+) -> tuple[str, Answer] | None:
+    """The kind of corruption and the corrupted answer, or None where this one stays sound.
 
     `running` counts the requests that run now, this one included; `number` is this request's number
     since start; `others` are the arguments of the other running sessions' calls, as JSON texts.
@@ -87,23 +89,27 @@ def corrupted(rule: Rule, seed: str, prompt: Prompt, sound: Answer, running: int
         return None
     dice = random.Random(f"{seed}{prompt.session}{prompt.turn}")
     if sound.arguments is None:
-        return garble_text(sound, dice, rule.late)
+        return "garbled", garble_text(sound, dice, rule.late)
     kind = rule.kinds[int(unit(seed, "kind", prompt.session) * len(rule.kinds))]
     if kind in ("foreign", "swapped") and not others:
         kind = "garbled"
-    return _corrupt_call(kind, sound, dice, others, rule.late)
+    return kind, _corrupt_call(kind, sound, dice, others, rule.late)
 
 
 def _corrupt_call(kind: str, sound: Answer, dice: random.Random, others: list[str], late: bool) -> Answer:
     arguments, head = sound.arguments or "{}", sound.pieces[0]
     if kind == "markup":
         inner = "".join(
-            f'<|parameter name="{name}"|>{value}</|parameter|>' for name, value in json.loads(arguments).items()
+            f'<|parameter name="{name}"|>{value}</|parameter|>'
+            for name, value in json.loads(arguments).items()
         )
         text = f'<|tool_calls|><|invoke name="{sound.name}"|>{inner}</|invoke|></|tool_calls|>'
         return Answer([{"c": piece} for piece in split(text)], "stop")
     if kind == "glued":
-        glued = [{"t": {"index": 1, "id": None, "name": None, "arguments": piece}} for piece in split(arguments * 2)]
+        glued = [
+            {"t": {"index": 1, "id": None, "name": None, "arguments": piece}}
+            for piece in split(arguments * 2)
+        ]
         return Answer([head, *glued], "tool_calls")
     if kind == "malformed":
         at = len(arguments) - 1 - (0 if late else dice.randrange(max(1, len(arguments) // 3)))
