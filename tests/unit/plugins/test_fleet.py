@@ -27,7 +27,7 @@ def worker(name: str, role: str = "decode", reasons: Any = ("restart",), bf16: b
 
 def wanted(hosts: Any = ("d1", "d2", "d3"), **other: Any) -> fleet.Wanted:
     base: dict[str, Any] = {
-        "target": "decode", "left_out": [], "whole": False, "waves": [1], "min_admitted": 1, "acknowledge": [], "retry_state": "",
+        "target": "decode", "left_out": [], "whole": False, "waves": [1], "at_once": 1, "min_admitted": 1, "acknowledge": [], "retry_state": "",
     }  # fmt: skip
     return fleet.Wanted(hosts=list(hosts), **{**base, **other})
 
@@ -69,8 +69,14 @@ def test_prefill_and_decode_must_agree_on_bf16_index_k() -> None:
 
 
 def test_a_wave_that_leaves_too_few_admitted_is_refused() -> None:
-    assert "found 3 workers admitted by http://r:8000 and a wave that takes 3 out" in found(wanted(waves=["100%"]))
-    assert found(wanted(waves=[2])) == ""
+    assert "found 3 workers admitted by http://r:8000 and 3 away at a time" in found(wanted(waves=["100%"], at_once=3))
+    assert found(wanted(waves=[2], at_once=3)) == ""
+    assert found(wanted(waves=["100%"])) == ""
+
+
+@pytest.mark.parametrize("at_once", [0, -1, "x", "", None, "1.5"])
+def test_at_once_must_be_a_count(at_once: Any) -> None:
+    assert "dsv4_at_once: found" in found(wanted(at_once=at_once))
 
 
 def test_workers_that_need_no_restart_do_not_count_against_the_minimum() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 import secrets as random
 import time
 import typing as t
 
+from ansible import constants
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
@@ -46,19 +48,30 @@ class ActionModule(ActionBase):
             changed = sorted(inspected["reasons"])
             foreseen = {"end_state": "unchanged", "failed": False, "would_change": changed, "state": {"wanted": inspected["wanted"]["state"]}}
             return {**result, "changed": True, "diff": inspected["diff"], "dsv4": foreseen}
-        agent = remote.Agent(self, remote.interpreter(task_vars or {}))
+        halt = pathlib.Path(constants.DEFAULT_LOCAL_TMP) / "dsv4-halt"
+        if halt.exists():
+            text = f"not touched: {halt.read_text()} failed before it"
+            return {**result, "failed": True, "msg": text, "dsv4": {"end_state": "not touched", "failed": True, "error": text}}
+        outcome = self._change(args, task_vars or {})
+        if outcome["failed"]:
+            # The directory is this run's own and all its forks share it: the rest of the wave must not begin.
+            halt.write_text(args["worker"]["name"])
+        return {**result, **outcome}
+
+    def _change(self, args: dict[str, t.Any], variables: dict[str, t.Any]) -> dict[str, t.Any]:
+        agent = remote.Agent(self, remote.interpreter(variables))
+        inspected = args["inspected"]
         try:
             started = agent.call(request(args))
             end = self._follow(agent, started, args)
         except remote.Unreachable as error:
             lost = {"end_state": "unreachable", "failed": True, "error": str(error)}
-            return {**result, "failed": True, "msg": f"unreachable: {error}", "dsv4": lost}
+            return {"failed": True, "msg": f"unreachable: {error}", "dsv4": lost}
         except remote.AgentError as error:
             refused = {"end_state": "unchanged", "failed": True, "error": str(error)}
-            return {**result, "failed": True, "msg": str(error), "dsv4": refused}
+            return {"failed": True, "msg": str(error), "dsv4": refused}
         text = f"{end['end_state']}: {end['error']}" if end["failed"] else end["end_state"]
         return {
-            **result,
             "changed": bool(end["changed"]),
             "failed": end["failed"],
             "msg": text,

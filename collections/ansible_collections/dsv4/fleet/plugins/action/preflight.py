@@ -46,6 +46,7 @@ class ActionModule(ActionBase):
             left_out=left_out,
             whole=bool(args["whole"]) and not partial,
             waves=args["waves"],
+            at_once=args["at_once"],
             min_admitted=int(args["min_admitted"]),
             acknowledge=args["acknowledge"],
             retry_state=str(args["retry_state"]),

@@ -42,7 +42,6 @@ class CallbackModule(CallbackBase):
     def __init__(self) -> None:
         super().__init__()
         self._planned: list[str] = []
-        self._reached = False
         self._ends: dict[str, dict[str, t.Any]] = {}
         self._inventory: dict[str, list[str]] = {}
         self._drift = False
@@ -59,7 +58,6 @@ class CallbackModule(CallbackBase):
             self._drift = bool(result.result.get("drift"))
         elif action == "dsv4.fleet.preflight":
             self._planned = result.result.get("hosts", [])
-            self._reached = not result.is_failed()
         elif action == "dsv4.fleet.inspect" and result.is_failed():
             end = (result.result.get("dsv4") or {}).get("end_state", "unchanged")
             self._ends[result.host.get_name()] = {"end_state": end, "failed": True, "error": result.result.get("msg", "")}
@@ -91,12 +89,14 @@ class CallbackModule(CallbackBase):
 
     def _line(self, end: dict[str, t.Any] | None) -> str:
         if end is None:
-            return "not touched: the run stopped before it; it is as it was" if self._reached else "not touched"
+            return "not touched: the run stopped before it; it is as it was"
         word = end["end_state"]
         if end.get("would_change"):
             return f"would change: {', '.join(end['would_change'])}"
         if not end.get("failed"):
             healthy = end.get("healthy_after_s")
             return word if healthy is None else f"{word}, healthy after {healthy:.1f} s"
+        if word == "not touched":
+            return str(end["error"])
         first = str(end.get("error") or "").partition("\n")[0]
         return f"{word.upper()}: {first}; {ADVICE.get(word, 'read the messages above')}"

@@ -19,6 +19,10 @@ options:
     type: list
     elements: raw
     required: true
+  at_once:
+    description: Workers of one wave that may be away at the same time.
+    type: int
+    required: true
   whole:
     description: Refuses a limit that leaves workers of the target out.
     type: bool

@@ -19,6 +19,7 @@ class Wanted:
     left_out: t.Sequence[str]
     whole: bool
     waves: t.Sequence[t.Any]
+    at_once: t.Any
     min_admitted: int
     acknowledge: t.Sequence[str]
     retry_state: str
@@ -69,6 +70,9 @@ def problems(wanted: Wanted, inspected: t.Mapping[str, t.Mapping[str, t.Any]]) -
         sizes = wave_sizes(wanted.waves, len(wanted.hosts))
     except ValueError as error:
         found.append(str(error))
+    if not re.fullmatch(r"[1-9][0-9]*", str(wanted.at_once)):
+        found.append(f"dsv4_at_once: found {wanted.at_once!r}; expected a count of 1 or more")
+        sizes = []
     missing = [host for host in wanted.hosts if host not in inspected]
     if missing:
         found.append(f"target: found no inspection of {', '.join(missing)}; expected one of each; read the messages above")
@@ -77,7 +81,8 @@ def problems(wanted: Wanted, inspected: t.Mapping[str, t.Mapping[str, t.Any]]) -
         found += _worker_problems(host, one, wanted)
     found += _routers(mine)
     found += _agreement(inspected)
-    found += _capacity(mine, sizes, wanted.min_admitted)
+    if sizes:
+        found += _capacity(mine, min(max(sizes), int(wanted.at_once)), wanted.min_admitted)
     return found
 
 
@@ -132,10 +137,9 @@ def _agreement(inspected: t.Mapping[str, t.Mapping[str, t.Any]]) -> list[str]:
     return []
 
 
-def _capacity(mine: t.Mapping[str, t.Mapping[str, t.Any]], sizes: list[int], minimum: int) -> list[str]:
-    """No wave may leave a role with fewer than the minimum of admitted workers on any router."""
+def _capacity(mine: t.Mapping[str, t.Mapping[str, t.Any]], away: int, minimum: int) -> list[str]:
+    """*away* workers at a time must not leave a role with fewer than the minimum of admitted workers on any router."""
     found = []
-    wave = max(sizes, default=0)
     roles: dict[tuple[str, str], int] = {}
     for one in mine.values():
         if not RESTARTING & set(one["reasons"]):
@@ -144,11 +148,11 @@ def _capacity(mine: t.Mapping[str, t.Mapping[str, t.Any]], sizes: list[int], min
             if router["reachable"]:
                 roles[router["url"], one["worker"]["role"]] = router["admitted"].get(one["worker"]["role"], 0)
     for (url, role), admitted in sorted(roles.items()):
-        leaving = min(wave, sum(1 for one in mine.values() if one["worker"]["role"] == role and one["reasons"]))
+        leaving = min(away, sum(1 for one in mine.values() if one["worker"]["role"] == role and one["reasons"]))
         if admitted - leaving < minimum:
             found.append(
-                f"{role}: found {admitted} workers admitted by {url} and a wave that takes {leaving} out; expected at least "
-                f"{minimum} to stay; make the wave smaller, or set sglang_worker_min_admitted lower knowingly"
+                f"{role}: found {admitted} workers admitted by {url} and {leaving} away at a time; expected at least {minimum} "
+                "to stay; lower dsv4_at_once, or set sglang_worker_min_admitted lower knowingly"
             )
     return found
 
