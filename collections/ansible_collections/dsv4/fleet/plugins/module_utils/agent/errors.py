@@ -28,9 +28,12 @@ def explain(error: OSError, what: str, path: str) -> AgentError:
     if error.errno == errno.EBUSY:
         return AgentError(
             f"{what}: {path} is a mount point (busy); expected a plain file that a rename can replace. "
-            "Remove the bind mount, or mount the directory above it, and run again; the target was not changed."
+            "Remove the bind mount, or mount the directory above it, and run again; the target was not "
+            "changed."
         )
-    return AgentError(f"{what}: {path}: {error.strerror or error}; expected it to succeed. Mend that and run again.")
+    return AgentError(
+        f"{what}: {path}: {error.strerror or error}; expected it to succeed. Mend that and run again."
+    )
 
 
 def free_bytes(path: str) -> int:

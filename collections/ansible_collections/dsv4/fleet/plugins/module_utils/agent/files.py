@@ -111,7 +111,9 @@ def prepare(path: str, data: bytes, mode: int, owner: tuple[int, int] = (0, 0), 
         if kind(path) == "mount":
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         discard(temporary)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        handle = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         with open(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -185,7 +187,10 @@ def directory(path: str, mode: int = 0o755) -> None:
 
 def directory_exists(path: str) -> None:
     if not os.path.isdir(path):
-        raise AgentError(f"{path}: found no directory, expected the one that the file goes into. Make it, or correct the path.")
+        raise AgentError(
+            f"{path}: found no directory, expected the one that the file goes into. Make it, or correct "
+            "the path."
+        )
 
 
 def remove_tree(path: str) -> None:
@@ -259,7 +264,8 @@ def _walk(base: bytes, below: bytes, above: list[tuple[int, int]], found: list[E
     here = (status.st_dev, status.st_ino)
     if here in above:
         raise AgentError(
-            f"tree: {os.fsdecode(base)} is a link to a directory above itself; expected a tree without loops. "
+            f"tree: {os.fsdecode(base)} is a link to a directory above itself; expected a tree without "
+            "loops. "
             "Remove that link."
         )
     with os.scandir(base) as items:
@@ -278,7 +284,12 @@ def fingerprint(found: list[Entry]) -> str:
     for entry in found:
         status = entry.status
         line = b"%d %d %d %d %d %s\0" % (
-            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, entry.path,
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            entry.path,
         )
         digest.update(line)
     return digest.hexdigest()
@@ -306,7 +317,8 @@ def index(tree: str) -> Index:
         data = read(os.fsdecode(entry.source))
         if data is None:
             raise AgentError(
-                f"tree {tree}: {os.fsdecode(entry.path)} vanished while it was read; expected a tree at rest. "
+                f"tree {tree}: {os.fsdecode(entry.path)} vanished while it was read; expected a tree at "
+                "rest. "
                 "Let whatever changes it finish and run again."
             )
         sums.append((sha256(data), entry.path))
@@ -354,7 +366,13 @@ def _copy(source: bytes, target: bytes, clone: bool) -> tuple[str, bool]:
             try:
                 fcntl.ioctl(writing, FICLONE, reading.fileno())
             except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.EINVAL, errno.ENOSYS):
+                if error.errno not in (
+                    errno.EOPNOTSUPP,
+                    errno.EXDEV,
+                    errno.ENOTTY,
+                    errno.EINVAL,
+                    errno.ENOSYS,
+                ):
                     raise
                 clone = False
         if clone:
@@ -365,6 +383,6 @@ def _copy(source: bytes, target: bytes, clone: bool) -> tuple[str, bool]:
                 digest.update(chunk)
                 view = memoryview(chunk)
                 while view:
-                    view = view[writing.write(view):]
+                    view = view[writing.write(view) :]
         os.fchmod(writing.fileno(), 0o555 if os.fstat(reading.fileno()).st_mode & 0o111 else 0o444)
     return digest.hexdigest(), clone

@@ -10,7 +10,21 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from . import check, engine, files, journal, passports, paths, proc, python_env, release, router, secrets, states, systemd
+from . import (
+    check,
+    engine,
+    files,
+    journal,
+    passports,
+    paths,
+    proc,
+    python_env,
+    release,
+    router,
+    secrets,
+    states,
+    systemd,
+)
 from .errors import AgentError
 from .ledger import Ledger
 
@@ -29,7 +43,9 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
         slow: dict[str, Future[Any]] = {}
         if not fast:
             # What waits for a disk, an interpreter or a network waits at the same time.
-            slow["tree"] = pool.submit(look_at_tree, worker, request.get("tree_files") or [], request.get("known_trees") or [])
+            slow["tree"] = pool.submit(
+                look_at_tree, worker, request.get("tree_files") or [], request.get("known_trees") or []
+            )
             slow["python"] = pool.submit(python_env.look, worker["python"])
             slow["health"] = pool.submit(look_at_health, worker, known)
             slow["routers"] = pool.submit(look_at_routers, worker, known, pool)
@@ -37,7 +53,11 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
         process = look_at_process(worker, shown)
         store, ledger = states.Store(worker), Ledger(worker["unit"])
         key = secrets.host_key()
-        directories = [shown.working_directory or "/", *([process["cwd"]] if process and process["cwd"] else []), paths.EMPTY]
+        directories = [
+            shown.working_directory or "/",
+            *([process["cwd"]] if process and process["cwd"] else []),
+            paths.EMPTY,
+        ]
         answer = {
             "host": {
                 "boot_id": boot_id(), "agent_python": platform.python_version(), "now": round(time.time(), 3),
@@ -62,7 +82,12 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
 def look_at_tree(worker: dict[str, Any], patterns: list[str], known: list[str]) -> dict[str, Any]:
     """Digest and version; for a tree that the controller does not know, also names and the wanted files."""
     found = files.index(worker["tree"])
-    answer: dict[str, Any] = {"path": worker["tree"], "digest": found.digest, "version": found.version, "files": found.files}
+    answer: dict[str, Any] = {
+        "path": worker["tree"],
+        "digest": found.digest,
+        "version": found.version,
+        "files": found.files,
+    }
     if found.digest not in known:
         answer["names"] = found.names
         answer["content"] = {
@@ -76,7 +101,9 @@ def look_at_tree(worker: dict[str, Any], patterns: list[str], known: list[str]) 
 def _matches(path: str, pattern: str) -> bool:
     """A shell pattern, part by part: `*` does not cross a slash."""
     parts, wanted = path.split("/"), pattern.split("/")
-    return len(parts) == len(wanted) and all(fnmatch.fnmatchcase(part, one) for part, one in zip(parts, wanted))
+    return len(parts) == len(wanted) and all(
+        fnmatch.fnmatchcase(part, one) for part, one in zip(parts, wanted)
+    )
 
 
 def look_at_health(worker: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -84,14 +111,23 @@ def look_at_health(worker: dict[str, Any], known: dict[str, Any]) -> dict[str, A
     return {"status": status, "error": error}
 
 
-def look_at_routers(worker: dict[str, Any], known: dict[str, Any], pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
+def look_at_routers(
+    worker: dict[str, Any], known: dict[str, Any], pool: ThreadPoolExecutor
+) -> list[dict[str, Any]]:
     """Each router's view, in the order of the worker's routers."""
     asked = [pool.submit(_look_at_router, worker, one["url"], known) for one in worker["routers"]]
     return [future.result() for future in asked]
 
 
 def _look_at_router(worker: dict[str, Any], url: str, known: dict[str, Any]) -> dict[str, Any]:
-    answer: dict[str, Any] = {"url": url, "reachable": True, "error": None, "listed": False, "healthy": False, "admitted": {}}
+    answer: dict[str, Any] = {
+        "url": url,
+        "reachable": True,
+        "error": None,
+        "listed": False,
+        "healthy": False,
+        "admitted": {},
+    }
     try:
         workers = router.Router(url, known["router_keys"].get(url)).workers(ROUTER_S)
     except router.RouterError as error:
@@ -145,7 +181,9 @@ def look_at_process(worker: dict[str, Any], shown: systemd.Unit) -> dict[str, An
         "cmdline": visible_arguments(main.cmdline),
         "cwd": _link(f"/proc/{main.pid}/cwd"),
         "state": main.environ.get("DSV4_FLEET_STATE"),
-        "environment": visible({name: value for name, value in main.environ.items() if name.startswith(_SHOWN)}),
+        "environment": visible(
+            {name: value for name, value in main.environ.items() if name.startswith(_SHOWN)}
+        ),
         "listening": any(pid in {one.pid for one in members} for pid in listening),
         "processes": len(members),
     }
@@ -162,7 +200,12 @@ def visible_arguments(arguments: list[str]) -> list[str]:
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         before = shown[-1] if shown else ""
-        if before.startswith("--") and "=" not in before and states.secret_name(before) and not argument.startswith("--"):
+        if (
+            before.startswith("--")
+            and "=" not in before
+            and states.secret_name(before)
+            and not argument.startswith("--")
+        ):
             shown.append("(secret)")
         elif equals and name.startswith("--") and states.secret_name(name):
             shown.append(f"{name}=(secret)")
@@ -185,8 +228,20 @@ def look_at_transaction(unit: str, ledger: Ledger, manager: systemd.Systemd) -> 
         return None
     one = journal.Transaction(ledger.last["id"])
     target = one.request()["target"]["state"] if one.exists() else None
-    result = one.result() or {"id": one.id, "end_state": ledger.last["end_state"], "failed": True, "error": "its directory is gone"}
-    return {"id": one.id, "running": False, "unit": unit, "target": target, "step": one.step(), "result": result}
+    result = one.result() or {
+        "id": one.id,
+        "end_state": ledger.last["end_state"],
+        "failed": True,
+        "error": "its directory is gone",
+    }
+    return {
+        "id": one.id,
+        "running": False,
+        "unit": unit,
+        "target": target,
+        "step": one.step(),
+        "result": result,
+    }
 
 
 def running_transaction(manager: systemd.Systemd) -> str | None:
@@ -196,7 +251,10 @@ def running_transaction(manager: systemd.Systemd) -> str | None:
         return None
     identity = shown.description.rpartition(" ")[2]
     if not shown.description.startswith("dsv4-fleet transaction "):
-        raise AgentError(f"{paths.AGENT_UNIT}: found a unit described {shown.description!r}, expected ours. Something else uses that name: stop it.")
+        raise AgentError(
+            f"{paths.AGENT_UNIT}: found a unit described {shown.description!r}, expected ours. Something "
+            "else uses that name: stop it."
+        )
     return identity
 
 

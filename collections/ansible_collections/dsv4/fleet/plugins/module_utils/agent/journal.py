@@ -24,7 +24,9 @@ class Transaction:
 
     def __init__(self, identity: str) -> None:
         if not _IDENTITY.fullmatch(identity):
-            raise AgentError(f"transaction: found id {identity!r}, expected one like 20260921T101500-1a2b3c4d.")
+            raise AgentError(
+                f"transaction: found id {identity!r}, expected one like 20260921T101500-1a2b3c4d."
+            )
         self.id = identity
         self.directory = paths.transaction(identity)
 
@@ -49,7 +51,10 @@ class Transaction:
     def request(self) -> dict[str, Any]:
         found = files.read_json(f"{self.directory}/request.json")
         if not isinstance(found, dict):
-            raise AgentError(f"transaction {self.id}: found no request in {self.directory}, expected one. It was never started here.")
+            raise AgentError(
+                f"transaction {self.id}: found no request in {self.directory}, expected one. It was never "
+                "started here."
+            )
         return found
 
     def lines(self) -> list[dict[str, Any]]:
@@ -95,7 +100,8 @@ class Journal:
         self.path = f"{transaction.directory}/journal.jsonl"
         self._secret = secret
         self._mend()
-        self._step = "stage"
+        self._step = "stage"  # between steps: the last one
+        self._depth = 0
         self.timeline: list[dict[str, Any]] = []
 
     def _mend(self) -> None:
@@ -122,6 +128,7 @@ class Journal:
     def step(self, name: str, text: str) -> Iterator[None]:
         """One step: its beginning is on disk before the block runs; its end or failure after it."""
         outer, self._step = self._step, name
+        self._depth += 1
         self.write("begin", text)
         started = time.monotonic()
         failed: BaseException | None = None
@@ -137,7 +144,9 @@ class Journal:
                 self.write("end", f"{name} done", seconds=seconds)
             else:
                 self.write("fail", str(failed) or type(failed).__name__, seconds=seconds)
-            self._step = outer
+            self._depth -= 1
+            if self._depth:
+                self._step = outer
 
 
 def hide(value: Any, secret: list[str]) -> Any:
@@ -166,7 +175,10 @@ def everything() -> list[Transaction]:
     except FileNotFoundError:
         return []
     known = (Transaction(name) for name in sorted(names) if _IDENTITY.fullmatch(name))
-    return sorted((one for one in known if one.exists()), key=lambda one: os.stat(f"{one.directory}/request.json").st_mtime_ns)
+    return sorted(
+        (one for one in known if one.exists()),
+        key=lambda one: os.stat(f"{one.directory}/request.json").st_mtime_ns,
+    )
 
 
 def unfinished() -> list[Transaction]:
@@ -187,6 +199,8 @@ def collect_garbage(keep: set[str]) -> None:
 
 def _listed(path: str) -> list[str]:
     try:
-        return [item.name for item in os.scandir(path) if stat.S_ISREG(item.stat(follow_symlinks=False).st_mode)]
+        return [
+            item.name for item in os.scandir(path) if stat.S_ISREG(item.stat(follow_symlinks=False).st_mode)
+        ]
     except FileNotFoundError:
         return []

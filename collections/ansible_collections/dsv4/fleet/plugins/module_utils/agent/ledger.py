@@ -22,7 +22,12 @@ class Ledger:
         self.last: dict[str, Any] | None = found.get("last")
 
     def content(self) -> dict[str, Any]:
-        return {"proved": self.proved, "refused": self.refused, "overrides": self.overrides, "last": self.last}
+        return {
+            "proved": self.proved,
+            "refused": self.refused,
+            "overrides": self.overrides,
+            "last": self.last,
+        }
 
     def save(self) -> None:
         files.directory(paths.WORKERS)
@@ -32,19 +37,30 @@ class Ledger:
     def prove(self, state: str, identity: str, at: float, overrides: dict[str, Any]) -> None:
         """The state passed its gate and was admitted; a refusal of it is forgotten."""
         self.proved = [one for one in self.proved if one["state"] != state]
-        self.proved = [*self.proved, {"state": state, "at": at, "id": identity, "overrides": overrides}][-PROVED:]
+        self.proved = [*self.proved, {"state": state, "at": at, "id": identity, "overrides": overrides}][
+            -PROVED:
+        ]
         self.refused.pop(state, None)
 
     def refuse(self, state: str, identity: str, at: float, reason: str) -> None:
         self.refused[state] = {"at": at, "id": identity, "reason": reason}
 
     def end(self, identity: str, end_state: str, failed: bool, state: str | None, at: float) -> None:
-        self.last = {"id": identity, "end_state": end_state, "failed": failed, "state": state, "at": at, "acknowledged": False}
+        self.last = {
+            "id": identity,
+            "end_state": end_state,
+            "failed": failed,
+            "state": state,
+            "at": at,
+            "acknowledged": False,
+        }
 
     @property
     def needs_person(self) -> bool:
         """Whether the last end has to be looked at before anything else is done."""
-        return self.last is not None and self.last["end_state"] in NEEDS_PERSON and not self.last["acknowledged"]
+        return (
+            self.last is not None and self.last["end_state"] in NEEDS_PERSON and not self.last["acknowledged"]
+        )
 
     def acknowledge(self) -> None:
         if self.last is not None:

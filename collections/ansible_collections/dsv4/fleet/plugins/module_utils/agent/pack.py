@@ -63,5 +63,14 @@ def command(request: dict[str, Any], python: str = "python3") -> tuple[list[str]
     """(arguments, standard input) that carry out the request on a host. No secret is in the arguments."""
     body = json.dumps(request, separators=(",", ":")).encode()
     code = program()
-    argv = [python, "-I", "-c", LOADER, str(len(code)), files.sha256(code), str(len(body)), files.sha256(body)]
+    argv = [
+        python,
+        "-I",
+        "-c",
+        LOADER,
+        str(len(code)),
+        files.sha256(code),
+        str(len(body)),
+        files.sha256(body),
+    ]
     return argv, code + body

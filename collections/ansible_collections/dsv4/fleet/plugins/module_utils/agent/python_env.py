@@ -48,11 +48,16 @@ def find(python: str) -> str:
     """The interpreter's path as a service would find it. Raises AgentError."""
     found = shutil.which(python, path=PATH)
     if found is None:
-        raise AgentError(f"python: found no program {python!r} on {PATH}, expected the server's interpreter. Correct the worker's python.")
+        raise AgentError(
+            f"python: found no program {python!r} on {PATH}, expected the server's interpreter. Correct "
+            "the worker's python."
+        )
     return found
 
 
-def execute(python: str, arguments: list[str], directory: str, timeout_s: float, stdin: str | None = None) -> str:
+def execute(
+    python: str, arguments: list[str], directory: str, timeout_s: float, stdin: str | None = None
+) -> str:
     """Run the server's interpreter with a clean environment; its standard output. Raises AgentError."""
     program = find(python)
     try:
@@ -61,9 +66,15 @@ def execute(python: str, arguments: list[str], directory: str, timeout_s: float,
             env={"PATH": PATH, "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}, timeout=timeout_s, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise AgentError(f"python: {program}: {error}; expected the server's interpreter to answer. Look at it on the host.") from error
+        raise AgentError(
+            f"python: {program}: {error}; expected the server's interpreter to answer. Look at it on the "
+            "host."
+        ) from error
     if done.returncode != 0:
-        raise AgentError(f"python: {program}: found exit status {done.returncode}, expected 0; it said: {(done.stderr.strip() or done.stdout.strip())[-1500:]}")
+        raise AgentError(
+            f"python: {program}: found exit status {done.returncode}, expected 0; it said: "
+            f"{(done.stderr.strip() or done.stdout.strip())[-1500:]}"
+        )
     return done.stdout
 
 
@@ -101,7 +112,11 @@ def fingerprint(executable: str, version: str, sites: list[str]) -> str:
                 data = files.read(path)
             else:
                 continue
-            digest.update(f"{site}/{name} {'-' if data is None else files.sha256(data)}\n".encode(errors="surrogateescape"))
+            digest.update(
+                f"{site}/{name} {'-' if data is None else files.sha256(data)}\n".encode(
+                    errors="surrogateescape"
+                )
+            )
     return digest.hexdigest()
 
 
@@ -113,7 +128,10 @@ def stray(directories: list[str], tree: str) -> list[str]:
         for module in MODULES:
             for path in _importable(directory, module):
                 real = os.path.realpath(path)
-                if not any(real == one or real.startswith(one + "/") for one in allowed) and path not in found:
+                if (
+                    not any(real == one or real.startswith(one + "/") for one in allowed)
+                    and path not in found
+                ):
                     found.append(path)
     return found
 
@@ -135,7 +153,11 @@ def _importable(directory: str, module: str) -> list[str]:
 
 def compile_sources(python: str, sources: dict[str, str]) -> dict[str, Any]:
     """Compile sources (base64 of zlib) in memory with the server's Python."""
-    return dict(json.loads(execute(python, ["-I", "-c", _COMPILE], empty(), 300.0, json.dumps(sources)).splitlines()[-1]))
+    return dict(
+        json.loads(
+            execute(python, ["-I", "-c", _COMPILE], empty(), 300.0, json.dumps(sources)).splitlines()[-1]
+        )
+    )
 
 
 def pack(data: bytes) -> str:
@@ -146,4 +168,7 @@ def unpack(text: str, what: str) -> bytes:
     try:
         return zlib.decompress(base64.b64decode(text, validate=True))
     except (ValueError, zlib.error) as error:
-        raise AgentError(f"{what}: found something that is not base64 of zlib ({error}), expected a packed file. Send the request again.") from error
+        raise AgentError(
+            f"{what}: found something that is not base64 of zlib ({error}), expected a packed file. Send "
+            "the request again."
+        ) from error

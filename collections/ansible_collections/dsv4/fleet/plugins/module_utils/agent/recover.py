@@ -24,7 +24,10 @@ def install(transaction: Transaction, unit: str, manager: Any, say: Callable[...
     if files.read(path) != text:
         files.replace(path, text, 0o644)
         manager.daemon_reload()
-        say(f"{paths.RECOVER_UNIT} installed: it repairs an interrupted change before the worker starts at boot")
+        say(
+            f"{paths.RECOVER_UNIT} installed: it repairs an interrupted change before the worker starts at"
+            " boot"
+        )
     if manager.show(paths.RECOVER_UNIT).file_state != "enabled":
         manager.enable(paths.RECOVER_UNIT)
 

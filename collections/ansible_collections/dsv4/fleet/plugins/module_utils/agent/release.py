@@ -28,7 +28,10 @@ def stage(spec: dict[str, Any], tree: str, python: str, say: Callable[..., None]
     """
     name, manifest = spec["digest"], spec["manifest"]
     if digest_of(manifest) != name:
-        raise AgentError(f"release {name}: found digest {digest_of(manifest)} of its manifest, expected its name. The request is damaged: send it again.")
+        raise AgentError(
+            f"release {name}: found digest {digest_of(manifest)} of its manifest, expected its name. The "
+            "request is damaged: send it again."
+        )
     final = paths.release(name)
     if os.path.isdir(final):
         check(name)
@@ -54,7 +57,9 @@ def stage(spec: dict[str, Any], tree: str, python: str, say: Callable[..., None]
         _seal(staging)
         files.replace(f"{staging}/manifest.json", files.canonical(manifest), 0o444)
         content_digest = files.index(f"{staging}/python").digest
-        files.replace(f"{staging}/content.json", files.canonical({"format": 1, "digest": content_digest}), 0o444)
+        files.replace(
+            f"{staging}/content.json", files.canonical({"format": 1, "digest": content_digest}), 0o444
+        )
         os.chmod(staging, 0o555)
         files.sync_file_system(staging)
         os.rename(staging, final)
@@ -72,7 +77,10 @@ def check(name: str) -> None:
     path = paths.release(name)
     manifest, content = files.read(f"{path}/manifest.json"), files.read_json(f"{path}/content.json")
     if manifest is None or files.sha256(manifest) != name or not isinstance(content, dict):
-        raise AgentError(f"release {name}: found no manifest of that digest in {path}, expected one. Move that directory away and run again, which stages it anew.")
+        raise AgentError(
+            f"release {name}: found no manifest of that digest in {path}, expected one. Move that "
+            "directory away and run again, which stages it anew."
+        )
     found = files.index(f"{path}/python").digest
     if found != content["digest"]:
         raise AgentError(
@@ -84,13 +92,23 @@ def check(name: str) -> None:
 def _check_files(name: str, manifest: dict[str, Any], content: dict[str, bytes]) -> None:
     wanted = {path: entry["result"] for path, entry in manifest["files"].items()}
     if set(wanted) != set(content):
-        raise AgentError(f"release {name}: found files {sorted(set(wanted) ^ set(content))} in only one of manifest and request, expected the same in both.")
+        raise AgentError(
+            f"release {name}: found files {sorted(set(wanted) ^ set(content))} in only one of manifest and"
+            " request, expected the same in both."
+        )
     for path, data in content.items():
         parts = path.split("/")
-        if parts[0] != "python" or len(parts) < 2 or any(part in ("", ".", "..", "__pycache__") for part in parts):
+        if (
+            parts[0] != "python"
+            or len(parts) < 2
+            or any(part in ("", ".", "..", "__pycache__") for part in parts)
+        ):
             raise AgentError(f"release {name}: found file path {path!r}, expected one below python/.")
         if files.sha256(data) != wanted[path]:
-            raise AgentError(f"release {name}: found sha256 {files.sha256(data)} of {path}, expected {wanted[path]}. The request is damaged: send it again.")
+            raise AgentError(
+                f"release {name}: found sha256 {files.sha256(data)} of {path}, expected {wanted[path]}. "
+                "The request is damaged: send it again."
+            )
 
 
 def _room(tree: str) -> None:
@@ -98,7 +116,10 @@ def _room(tree: str) -> None:
     needed = sum(entry.status.st_size for entry in files.entries(tree)) + _SPARE
     free = free_bytes(paths.RELEASES)
     if free < needed:
-        raise AgentError(f"staging the release: found {free} bytes free for {paths.RELEASES}, expected {needed}. Free space (no space left is certain) and run again; nothing was changed.")
+        raise AgentError(
+            f"staging the release: found {free} bytes free for {paths.RELEASES}, expected {needed}. Free "
+            "space (no space left is certain) and run again; nothing was changed."
+        )
 
 
 def _put(staging: str, content: dict[str, bytes]) -> None:
@@ -133,7 +154,10 @@ def _compile(release: str, python: str, put_in: list[str], say: Callable[..., No
         said = str(error)
     missing = [path for path, code in zip(put_in, cached) if not os.path.exists(code)]
     if missing:
-        raise AgentError(f"release: {', '.join(missing)} do not compile with the server's Python, expected that they do. {said}")
+        raise AgentError(
+            f"release: {', '.join(missing)} do not compile with the server's Python, expected that they "
+            f"do. {said}"
+        )
     if said:
         say("files of the base tree do not compile with the server's Python; they stay as they are")
     _seal(release)
@@ -184,7 +208,7 @@ def collect_garbage(needed: set[str], keep: int) -> list[str]:
     needed: of states on disk, of the last proved ones and the ones before. Those in use are added here.
     """
     names = listed()
-    kept = needed | in_use() | set(names[max(0, len(names) - keep):] if keep > 0 else [])
+    kept = needed | in_use() | set(names[max(0, len(names) - keep) :] if keep > 0 else [])
     removed = [name for name in names if name not in kept]
     for name in removed:
         files.remove_tree(paths.release(name))

@@ -29,7 +29,9 @@ def ensure_host_key(offered: str | None) -> str | None:
     if found is not None or offered is None:
         return found
     if not _KEY.fullmatch(offered):
-        raise AgentError("secrets.host_key: found something else than 64 hex digits, expected 32 random bytes in hex.")
+        raise AgentError(
+            "secrets.host_key: found something else than 64 hex digits, expected 32 random bytes in hex."
+        )
     files.directory(paths.LIB)
     files.replace(paths.HOST_KEY, offered.encode() + b"\n", 0o600)
     return offered
@@ -53,7 +55,8 @@ def write(unit: str, secrets: dict[str, Any], wanted: str, key: str | None) -> b
     found = digest(secrets, key)
     if found != wanted:
         raise AgentError(
-            f"secrets: found digest {found}, expected {wanted} as the script names it. The secrets changed between "
+            f"secrets: found digest {found}, expected {wanted} as the script names it. The secrets changed"
+            " between "
             "inspect and change, or the host has another key: run again."
         )
     if wanted == NONE:
@@ -90,7 +93,10 @@ def env_file(env: dict[str, Any]) -> str:
     lines = []
     for name, value in sorted(env.items()):
         if not _NAME.fullmatch(name) or not isinstance(value, str) or "\0" in value:
-            raise AgentError(f"secrets.env: found {name!r} with a value of type {type(value).__name__}, expected a variable's name and text without NUL.")
+            raise AgentError(
+                f"secrets.env: found {name!r} with a value of type {type(value).__name__}, expected a "
+                "variable's name and text without NUL."
+            )
         lines.append(f"{name}='" + value.replace("'", "'\\''") + "'\n")
     return "".join(lines)
 
@@ -100,7 +106,10 @@ def args_file(args: dict[str, Any]) -> str:
     lines = []
     for name, value in sorted(args.items()):
         if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name) or not isinstance(value, (str, int, float, bool)):
-            raise AgentError(f"secrets.args: found {name!r} with a value of type {type(value).__name__}, expected an argument's name without dashes, and a plain value.")
+            raise AgentError(
+                f"secrets.args: found {name!r} with a value of type {type(value).__name__}, expected an "
+                "argument's name without dashes, and a plain value."
+            )
         text = json.dumps(value, ensure_ascii=False)
         # YAML wants these escaped, JSON lets them stand.
         text = re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda match: f"\\u{ord(match.group()):04x}", text)

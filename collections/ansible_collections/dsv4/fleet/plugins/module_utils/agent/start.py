@@ -35,8 +35,10 @@ def start(request: dict[str, Any], program: bytes, manager: systemd.Systemd | No
                 continue
             if old.lines() and not request.get("acknowledge"):
                 raise AgentError(
-                    f"transaction {old.id} of {old.request()['worker']['unit']}: found it dead in step {old.step()} without a result, "
-                    "expected an end. Look at the worker, then run again with acknowledge: its files are put back first."
+                    f"transaction {old.id} of {old.request()['worker']['unit']}: found it dead in step "
+                    f"{old.step()} without a result, "
+                    "expected an end. Look at the worker, then run again with acknowledge: its files are "
+                    "put back first."
                 )
             recover.settle(old)
             ledger = Ledger(worker["unit"])
@@ -66,23 +68,43 @@ def _attach(running: str, worker: dict[str, Any], target: dict[str, Any]) -> dic
         return _answer(one, attached=True)
     raise AgentError(
         f"transaction {running}: found it running on this host ({request['worker']['unit']} towards state "
-        f"{request['target']['state'][:12]}, step {one.step()}), expected none or the same change. Wait for its end and run again."
+        f"{request['target']['state'][:12]}, step {one.step()}), expected none or the same change. Wait "
+        "for its end and run again."
     )
 
 
-def _may_start(request: dict[str, Any], worker: dict[str, Any], target: dict[str, Any], ledger: Ledger) -> None:
+def _may_start(
+    request: dict[str, Any], worker: dict[str, Any], target: dict[str, Any], ledger: Ledger
+) -> None:
     """Compare-and-set, refused states, ends that need a person."""
     data = files.read(worker["script"])
     found = None if data is None else files.sha256(data)
     if found != request["seen"].get("script"):
-        raise AgentError(f"{worker['script']}: found sha256 {found}, expected {request['seen'].get('script')} as it was inspected. Somebody changed it meanwhile: run again.")
+        raise AgentError(
+            f"{worker['script']}: found sha256 {found}, expected {request['seen'].get('script')} as it was"
+            " inspected. Somebody changed it meanwhile: run again."
+        )
     refused = ledger.refused.get(target["state"])
     if refused is not None and not request.get("retry_refused"):
-        raise AgentError(f"state {target['state']}: found that it failed its gate here ({refused['reason']}), expected another. Mend the cause, then ask for it by name.")
+        raise AgentError(
+            f"state {target['state']}: found that it failed its gate here ({refused['reason']}), expected "
+            "another. Mend the cause, then ask for it by name."
+        )
     if ledger.needs_person and ledger.last is not None and not request.get("acknowledge"):
-        raise AgentError(f"transaction {ledger.last['id']}: found that it ended {ledger.last['end_state']} and nobody has looked since, expected a person's word. Look at the worker, then run again with acknowledge.")
-    if target["state"] != states.BASELINE and "script" not in target and target["state"] not in states.Store(worker).names():
-        raise AgentError(f"state {target['state']}: found no such state kept on this worker, expected one of those that inspect lists.")
+        raise AgentError(
+            f"transaction {ledger.last['id']}: found that it ended {ledger.last['end_state']} and nobody "
+            "has looked since, expected a person's word. Look at the worker, then run again with "
+            "acknowledge."
+        )
+    if (
+        target["state"] != states.BASELINE
+        and "script" not in target
+        and target["state"] not in states.Store(worker).names()
+    ):
+        raise AgentError(
+            f"state {target['state']}: found no such state kept on this worker, expected one of those that"
+            " inspect lists."
+        )
 
 
 def _launch(one: journal.Transaction, limits: dict[str, Any], manager: systemd.Systemd) -> None:
@@ -103,10 +125,17 @@ def _launch(one: journal.Transaction, limits: dict[str, Any], manager: systemd.S
     ]
     if paths.ROOT:
         properties.append(f"Environment=DSV4_ROOT={paths.ROOT}")
-    manager.run(paths.AGENT_UNIT, f"dsv4-fleet transaction {one.id}", [python, "-I", one.program, "run", one.id], properties)
+    manager.run(
+        paths.AGENT_UNIT,
+        f"dsv4-fleet transaction {one.id}",
+        [python, "-I", one.program, "run", one.id],
+        properties,
+    )
 
 
-def follow(identity: str, line: int, seconds: float, manager: systemd.Systemd | None = None) -> dict[str, Any]:
+def follow(
+    identity: str, line: int, seconds: float, manager: systemd.Systemd | None = None
+) -> dict[str, Any]:
     """Journal lines from `line` on, as soon as there are any, at most `seconds` later; with the result once there is one."""
     manager = manager or systemd.Systemd()
     one = journal.Transaction(identity)
@@ -120,11 +149,21 @@ def follow(identity: str, line: int, seconds: float, manager: systemd.Systemd | 
             size = now
             lines = one.lines()[line:]
             if lines or result is not None:
-                return {"lines": lines, "next": line + len(lines), "running": result is None, "result": result}
+                return {
+                    "lines": lines,
+                    "next": line + len(lines),
+                    "running": result is None,
+                    "result": result,
+                }
         if time.monotonic() >= deadline:
             running = inspect.running_transaction(manager) == one.id
             if not running:
                 result = one.result()
             lines = one.lines()[line:]
-            return {"lines": lines, "next": line + len(lines), "running": running and result is None, "result": result}
+            return {
+                "lines": lines,
+                "next": line + len(lines),
+                "running": running and result is None,
+                "result": result,
+            }
         time.sleep(POLL_S)

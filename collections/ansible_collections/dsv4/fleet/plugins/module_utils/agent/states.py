@@ -20,7 +20,19 @@ from .systemd import Unit
 BASELINE = "baseline"
 _STATE_LINE = re.compile(rb"^export DSV4_FLEET_STATE=.*\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export (DSV4_FLEET_[A-Z]+)=(.*)$", re.MULTILINE)
-_SECRET = {"KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS"}
+_SECRET = {
+    "KEY",
+    "KEYS",
+    "APIKEY",
+    "TOKEN",
+    "SECRET",
+    "SECRETS",
+    "PASSWORD",
+    "PASSWD",
+    "PASSPHRASE",
+    "CREDENTIAL",
+    "CREDENTIALS",
+}
 
 
 def state_of(script: bytes) -> str:
@@ -30,7 +42,9 @@ def state_of(script: bytes) -> str:
 
 def exports(script: bytes) -> dict[str, str]:
     """The DSV4_FLEET_* names that the script exports, without quotes."""
-    return {name: value.strip().strip("'\"") for name, value in _EXPORT.findall(script.decode(errors="replace"))}
+    return {
+        name: value.strip().strip("'\"") for name, value in _EXPORT.findall(script.decode(errors="replace"))
+    }
 
 
 @dataclass(frozen=True)
@@ -84,10 +98,15 @@ class Store:
         path = self.path(name)
         expect = files.read_json(f"{path}/expect.json")
         if not isinstance(expect, dict):
-            raise AgentError(f"state {name}: found none in {path}, expected a kept state. Kept are: {', '.join(self.names()) or 'none'}.")
+            raise AgentError(
+                f"state {name}: found none in {path}, expected a kept state. Kept are: {', '.join(self.names()) or 'none'}."
+            )
         script, unit = files.read(f"{path}/script"), files.read(f"{path}/unit")
         if name != BASELINE and (script is None or unit is None or state_of(script) != name):
-            raise AgentError(f"state {name}: found {path} damaged (its script does not have that digest), expected it as it was kept. Deploy that state anew.")
+            raise AgentError(
+                f"state {name}: found {path} damaged (its script does not have that digest), expected it "
+                "as it was kept. Deploy that state anew."
+            )
         return State(name, script, None if unit is None else unit.decode(), {**expect, "state": name})
 
     def keep(self, name: str, script: bytes, unit: str, expect: dict[str, Any]) -> State:
@@ -97,7 +116,9 @@ class Store:
 
     def _keep(self, name: str, content: dict[str, bytes]) -> None:
         path = self.path(name)
-        if os.path.isdir(path) and all(files.read(f"{path}/{file}") == data for file, data in content.items()):
+        if os.path.isdir(path) and all(
+            files.read(f"{path}/{file}") == data for file, data in content.items()
+        ):
             return
         staging = files.temporary_path(path, "staging")
         files.directory(os.path.dirname(path), 0o700)
@@ -112,7 +133,9 @@ class Store:
             files.remove_tree(staging)
         files.sync_directory(os.path.dirname(path))
 
-    def record_baseline(self, unit: Unit, environment: dict[str, str] | None, arguments: list[str] | None) -> bool:
+    def record_baseline(
+        self, unit: Unit, environment: dict[str, str] | None, arguments: list[str] | None
+    ) -> bool:
         """At first contact, keep what is there; never again, so that the original stays the original.
 
         environment, arguments: of the running main process, None where nothing runs.
@@ -124,10 +147,17 @@ class Store:
             "baseline": True,
             "release": None,
             "flags": {},
-            "environment": None if environment is None else {name: value for name, value in environment.items() if not secret_name(name)},
+            "environment": None
+            if environment is None
+            else {name: value for name, value in environment.items() if not secret_name(name)},
             "arguments": arguments,
             "script": _look(self.script),
-            "unit": {**_look(paths.unit_file(self.unit)), "file_state": unit.file_state, "fragment": unit.fragment, "digest": unit.digest},
+            "unit": {
+                **_look(paths.unit_file(self.unit)),
+                "file_state": unit.file_state,
+                "fragment": unit.fragment,
+                "digest": unit.digest,
+            },
         }
         content = {"expect.json": files.canonical(expect)}
         if script is not None:
@@ -219,7 +249,10 @@ class Store:
             expect = files.read_json(f"{self.path(name)}/expect.json") or {}
             if not os.path.isdir(paths.release(str(expect.get("release")))):
                 files.remove_tree(self.path(name))
-        named = {exports(files.read(f"{self.path(name)}/script") or b"").get("DSV4_FLEET_SECRETS") for name in self.names()}
+        named = {
+            exports(files.read(f"{self.path(name)}/script") or b"").get("DSV4_FLEET_SECRETS")
+            for name in self.names()
+        }
         for digest in _listed(f"{self.directory}/secrets"):
             if digest not in named:
                 files.remove_tree(f"{self.directory}/secrets/{digest}")

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import files, paths
+from . import files
 from .errors import AgentError
 
 CALL_S = 90.0  # a call that only asks, or that changes files: far beyond what a busy host needs
+POLL_S = 0.2
+STUCK_S = 1.0
 _PROPERTIES = (
     "Id", "LoadState", "ActiveState", "SubState", "UnitFileState", "FragmentPath", "DropInPaths", "NeedDaemonReload",
     "MainPID", "InvocationID", "NRestarts", "ExecStart", "User", "Environment", "EnvironmentFiles", "ControlGroup",
@@ -79,7 +81,9 @@ class Systemd:
             file_state=found.get("UnitFileState", ""),
             fragment=fragment,
             text=_text(fragment) if fragment else None,
-            drop_ins=[{"path": path, "text": _text(path) or ""} for path in found.get("DropInPaths", "").split()],
+            drop_ins=[
+                {"path": path, "text": _text(path) or ""} for path in found.get("DropInPaths", "").split()
+            ],
             need_daemon_reload=found.get("NeedDaemonReload") == "yes",
             main_pid=int(found.get("MainPID") or 0),
             invocation=found.get("InvocationID", ""),
@@ -87,7 +91,9 @@ class Systemd:
             exec_start=found.get("ExecStart", ""),
             user=found.get("User", ""),
             environment=_environment(found.get("Environment", "")),
-            environment_files=[line.rpartition(" (")[0] or line for line in found.get("EnvironmentFiles", "").splitlines()],
+            environment_files=[
+                line.rpartition(" (")[0] or line for line in found.get("EnvironmentFiles", "").splitlines()
+            ],
             cgroup=found.get("ControlGroup", ""),
             result=found.get("Result", ""),
             main_code=found.get("ExecMainCode", ""),
@@ -104,26 +110,55 @@ class Systemd:
         self._call(["enable", "--quiet", "--", unit])
         state = self.show(unit).file_state
         if state not in ("enabled", "static", "indirect", "alias", "generated"):
-            raise AgentError(f"{unit}: found unit file state {state!r} after enabling it, expected 'enabled'. Unmask it or mend its [Install].")
+            raise AgentError(
+                f"{unit}: found unit file state {state!r} after enabling it, expected 'enabled'. Unmask it"
+                " or mend its [Install]."
+            )
 
     def disable(self, unit: str) -> None:
         """Disable, and see that systemd says so."""
         self._call(["disable", "--quiet", "--", unit])
         state = self.show(unit).file_state
         if state in ("enabled", "enabled-runtime"):
-            raise AgentError(f"{unit}: found unit file state {state!r} after disabling it, expected 'disabled'. Disable it by hand.")
+            raise AgentError(
+                f"{unit}: found unit file state {state!r} after disabling it, expected 'disabled'. Disable"
+                " it by hand."
+            )
 
     def start(self, unit: str, timeout_s: float) -> None:
         """Start the unit after forgetting earlier failures, so that a start limit does not stand in the way."""
         self._call(["reset-failed", "--", unit], allow=(0, 1))  # 1: it is not loaded yet
         self._call(["start", "--", unit], timeout_s=timeout_s)
 
-    def stop(self, unit: str, timeout_s: float) -> bool:
-        """Stop the unit and wait; False when it was not done in time. systemd's job goes on then."""
-        try:
-            self._call(["stop", "--", unit], timeout_s=timeout_s)
-        except _Late:
-            return False
+    def stop(self, unit: str, timeout_s: float, gone: Callable[[], bool]) -> bool:
+        """Stop the unit and wait; False when it was not done in time (systemd's job goes on then).
+
+        gone: whether no process of the unit is left. On cgroup v1 systemd can miss that the last one went, and
+        then waits out the unit's whole stop timeout for nothing; daemon-reload makes it look again.
+        """
+        deadline, empty_since = time.monotonic() + timeout_s, None
+        with subprocess.Popen(
+            ["systemctl", "stop", "--", unit],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_environ(),
+        ) as client:  # fmt: skip
+            while client.poll() is None:
+                now = time.monotonic()
+                if now >= deadline:
+                    client.kill()
+                    return False
+                if not gone():
+                    empty_since = None
+                elif empty_since is None:
+                    empty_since = now
+                elif now - empty_since >= STUCK_S:
+                    self.daemon_reload()
+                    empty_since = None
+                time.sleep(POLL_S)
+            said = client.stderr.read().decode(errors="replace") if client.stderr else ""
+        if client.returncode != 0:
+            raise AgentError(
+                f"systemctl stop {unit}: found exit status {client.returncode}, expected 0; it said: {said[:2000]}"
+            )
         return True
 
     def kill(self, unit: str) -> None:
@@ -149,21 +184,33 @@ class _Late(AgentError):
 
 def _execute(command: list[str], timeout_s: float, allow: tuple[int, ...]) -> str:
     if not os.path.isdir("/run/systemd/system"):
-        raise AgentError("systemd: found no /run/systemd/system, expected a host that was booted by systemd. Run the worker on one.")
-    environment = {**os.environ, "LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
+        raise AgentError(
+            "systemd: found no /run/systemd/system, expected a host that was booted by systemd. Run the "
+            "worker on one."
+        )
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s,
-            env=environment, check=False,
+            env=_environ(), check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise _Late(f"{shlex.join(command[:6])}: found no end after {timeout_s:.0f} s. Look at 'systemctl list-jobs' on the host.") from error
+        raise _Late(
+            f"{shlex.join(command[:6])}: found no end after {timeout_s:.0f} s. Look at 'systemctl "
+            "list-jobs' on the host."
+        ) from error
     except OSError as error:
         raise AgentError(f"{command[0]}: {error}; expected systemd's own programs on PATH.") from error
     if done.returncode not in allow:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing")[:2000]
-        raise AgentError(f"{shlex.join(command[:6])}: found exit status {done.returncode}, expected {allow[0]}; it said: {said}")
+        raise AgentError(
+            f"{shlex.join(command[:6])}: found exit status {done.returncode}, expected {allow[0]}; it "
+            f"said: {said}"
+        )
     return done.stdout
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C.UTF-8", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.1) -> bool:
@@ -178,7 +225,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.
 
 
 def _text(path: str) -> str | None:
-    data = files.read(paths.ROOT + path if paths.ROOT and not path.startswith(paths.ROOT) else path)
+    data = files.read(path)
     return None if data is None else data.decode(errors="replace")
 
 

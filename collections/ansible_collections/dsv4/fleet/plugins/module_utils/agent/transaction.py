@@ -53,7 +53,9 @@ class Tools:
     process: Callable[[int], proc.Process | None] = proc.process
     listener: Callable[..., list[int]] = proc.listener
     gpu_holders: Callable[[], list[tuple[int, int]]] = proc.gpu_holders
-    health: Callable[..., tuple[int | None, str | None]] = lambda worker, key, s: Worker(worker["host"], worker["port"], key).health(s)
+    health: Callable[..., tuple[int | None, str | None]] = lambda worker, key, s: Worker(
+        worker["host"], worker["port"], key
+    ).health(s)
 
 
 def forward_s(limits: dict[str, Any]) -> float:
@@ -67,7 +69,12 @@ def backward_s(limits: dict[str, Any]) -> float:
 
 
 def _restart_s(limits: dict[str, Any]) -> float:
-    return sum(float(limits[name]) for name in ("stop_s", "gate_s", "router_s")) + 2 * float(limits["gone_s"]) + CALLS_S + SLACK_S
+    return (
+        sum(float(limits[name]) for name in ("stop_s", "gate_s", "router_s"))
+        + 2 * float(limits["gone_s"])
+        + CALLS_S
+        + SLACK_S
+    )
 
 
 class Change:
@@ -133,7 +140,11 @@ class Change:
         self._refuse_unit(shown)
         for path in (self.worker["script"], paths.unit_file(self.unit)):
             if files.kind(path) in ("mount", "other"):
-                raise AgentError(f"{path}: found a {'mount point' if files.kind(path) == 'mount' else 'special file'}, expected a plain file that a rename can replace. Remove it or mount the directory above it.")
+                raise AgentError(
+                    f"{path}: found a {'mount point' if files.kind(path) == 'mount' else 'special file'}, "
+                    "expected a plain file that a rename can replace. Remove it or mount the directory "
+                    "above it."
+                )
         files.directory(paths.LIB)
         files.directory(paths.EMPTY, 0o555)
         files.directory(paths.WORKERS)
@@ -146,11 +157,20 @@ class Change:
 
     def _refuse_unit(self, shown: systemd.Unit) -> None:
         if shown.load == "masked":
-            raise AgentError(f"{self.unit}: found it masked, expected a unit that can be started. Unmask it: systemctl unmask {self.unit}.")
+            raise AgentError(
+                f"{self.unit}: found it masked, expected a unit that can be started. Unmask it: systemctl "
+                f"unmask {self.unit}."
+            )
         if shown.load not in ("loaded", "not-found"):
-            raise AgentError(f"{self.unit}: found load state {shown.load!r}, expected 'loaded'. Look at 'systemctl status {self.unit}'.")
+            raise AgentError(
+                f"{self.unit}: found load state {shown.load!r}, expected 'loaded'. Look at 'systemctl "
+                f"status {self.unit}'."
+            )
         if shown.load == "loaded" and shown.identity not in ("", self.unit):
-            raise AgentError(f"{self.unit}: found an alias of {shown.identity}, expected the unit itself. Name {shown.identity} as the worker's unit.")
+            raise AgentError(
+                f"{self.unit}: found an alias of {shown.identity}, expected the unit itself. Name "
+                f"{shown.identity} as the worker's unit."
+            )
 
     def _first_contact(self, shown: systemd.Unit) -> None:
         """What is there before anything is changed is what a first rollback goes back to."""
@@ -164,7 +184,9 @@ class Change:
         self.store.record_baseline(shown, environment, main.cmdline if main else None)
         self.say("first contact: the script, the unit and the running process are recorded as the baseline")
         if main is not None and self.store.load(states.BASELINE).runnable:
-            status, _ = self.tools.health(self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"]))
+            status, _ = self.tools.health(
+                self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"])
+            )
             if status == 200:
                 self.ledger.prove(states.BASELINE, self.transaction.id, time.time(), self.ledger.overrides)
                 self.ledger.save()
@@ -174,25 +196,51 @@ class Change:
         if "script" not in target:
             state = self.store.load(self.wanted)
             if not state.runnable:
-                raise AgentError(f"state {self.wanted}: found no script and unit in it, expected a state that can run. There is nothing to go back to.")
+                raise AgentError(
+                    f"state {self.wanted}: found no script and unit in it, expected a state that can run. "
+                    "There is nothing to go back to."
+                )
             if state.release is not None:
                 release.check(state.release)
-            if state.secrets != secrets.NONE and not os.path.isdir(secrets.directory(self.unit, state.secrets)):
-                raise AgentError(f"state {self.wanted}: found its secrets {state.secrets[:12]} gone, expected them. Deploy that state anew.")
+            if state.secrets != secrets.NONE and not os.path.isdir(
+                secrets.directory(self.unit, state.secrets)
+            ):
+                raise AgentError(
+                    f"state {self.wanted}: found its secrets {state.secrets[:12]} gone, expected them. "
+                    "Deploy that state anew."
+                )
             self._same_drop_ins(state, shown)
             return state
         script = target["script"].encode()
-        if states.state_of(script) != self.wanted or states.exports(script).get("DSV4_FLEET_STATE") != self.wanted:
-            raise AgentError(f"script: found state {states.state_of(script)}, declared {states.exports(script).get('DSV4_FLEET_STATE')}, expected {self.wanted} twice. Render it again.")
+        if (
+            states.state_of(script) != self.wanted
+            or states.exports(script).get("DSV4_FLEET_STATE") != self.wanted
+        ):
+            raise AgentError(
+                f"script: found state {states.state_of(script)}, declared "
+                f"{states.exports(script).get('DSV4_FLEET_STATE')}, expected {self.wanted} twice. Render "
+                "it again."
+            )
         last = [line for line in states.commands(target["script"])][-1:]
         if not last or not last[0].startswith("exec "):
-            raise AgentError(f"script: found {(last or ['nothing'])[0][:80]!r} as its last command, expected exec: a shell that stays keeps systemd's signals from the server. End the script in exec.")
+            raise AgentError(
+                f"script: found {(last or ['nothing'])[0][:80]!r} as its last command, expected exec: a "
+                "shell that stays keeps systemd's signals from the server. End the script in exec."
+            )
         if self.worker["script"] not in target["unit"]:
-            raise AgentError(f"unit: found no {self.worker['script']} in its text, expected that it starts the script that is switched.")
+            raise AgentError(
+                f"unit: found no {self.worker['script']} in its text, expected that it starts the script "
+                "that is switched."
+            )
         found = systemd.unit_digest(target["unit"], shown.drop_ins)
         if shown.load == "loaded" and found != target["unit_digest"]:
-            raise AgentError(f"unit: found digest {found} with the drop-ins on this host, expected {target['unit_digest']}. Drop-ins changed since inspect: run again.")
-        if secrets.write(self.unit, self.secrets, target["secrets"], secrets.ensure_host_key(self.secrets.get("host_key"))):
+            raise AgentError(
+                f"unit: found digest {found} with the drop-ins on this host, expected "
+                f"{target['unit_digest']}. Drop-ins changed since inspect: run again."
+            )
+        if secrets.write(
+            self.unit, self.secrets, target["secrets"], secrets.ensure_host_key(self.secrets.get("host_key"))
+        ):
             self.changed.append("secrets")
         if release.stage(target["release"], self.worker["tree"], self.worker["python"], self.say):
             self.changed.append("release")
@@ -205,7 +253,10 @@ class Change:
         else:
             named = states.exports(state.script or b"").get("DSV4_FLEET_UNIT")
         if systemd.unit_digest(state.unit or "", shown.drop_ins) != named:
-            self._note(f"{self.unit} has other drop-ins than when {self._short(state.name)} was kept; they stay as they are")
+            self._note(
+                f"{self.unit} has other drop-ins than when {self._short(state.name)} was kept; they stay "
+                "as they are"
+            )
 
     def _install_recovery(self) -> None:
         """The boot unit, and a copy of this program for it that no transaction's end removes."""
@@ -237,7 +288,9 @@ class Change:
         limits = {**self.limits, "consecutive": 1, "soak_s": 0, "gate_s": patience}
         try:
             with self.journal.step("gate", "proving the running process"):
-                self.proof = self.tools.gate(self.worker, target.expect, None, limits, self.generation, self.secrets, self.say)
+                self.proof = self.tools.gate(
+                    self.worker, target.expect, None, limits, self.generation, self.secrets, self.say
+                )
         except Exception as error:
             self._note(f"it ran the wanted state already, but did not prove it ({error}); it is restarted")
             return False
@@ -264,15 +317,23 @@ class Change:
         self.was_listed = self._listed()
         if len(self.was_listed) < len(self.worker["routers"]):
             self.admits = True
-        self.say(f"listed by {len(self.was_listed)} of {len(self.worker['routers'])} routers", listed=self.was_listed)
+        self.say(
+            f"listed by {len(self.was_listed)} of {len(self.worker['routers'])} routers",
+            listed=self.was_listed,
+        )
         try:
             self.tools.drain(self.worker, self.secrets, self.limits, self.say)
         except router.DrainRefused as error:
             # A server that hangs never gets idle and cannot be put back: nothing is saved by leaving it hanging.
-            status, said = self.tools.health(self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"]))
+            status, said = self.tools.health(
+                self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"])
+            )
             if error.restored or status == 200 or self._listed():
                 raise
-            self._note(f"the old server is not healthy ({said or status}) and is out of its routers; it is stopped with what it has: {error}")
+            self._note(
+                f"the old server is not healthy ({said or status}) and is out of its routers; it is "
+                f"stopped with what it has: {error}"
+            )
 
     def _switch(self, target: states.State, temporary: str | None) -> None:
         if not self.store.script_is(target):
@@ -299,11 +360,21 @@ class Change:
         shown = self.tools.systemd.show(self.unit)
         self._refuse_unit(shown)
         if shown.load != "loaded" or shown.need_daemon_reload:
-            raise AgentError(f"{self.unit}: found load state {shown.load!r} after daemon-reload, expected 'loaded' from {paths.unit_file(self.unit)}.")
+            raise AgentError(
+                f"{self.unit}: found load state {shown.load!r} after daemon-reload, expected 'loaded' from"
+                f" {paths.unit_file(self.unit)}."
+            )
         if "script" in self.request["target"] and shown.digest != self.request["target"]["unit_digest"]:
-            raise AgentError(f"{self.unit}: found digest {shown.digest} of unit and drop-ins, expected {self.request['target']['unit_digest']}. {shown.fragment} or a drop-in is not what was planned.")
+            raise AgentError(
+                f"{self.unit}: found digest {shown.digest} of unit and drop-ins, expected "
+                f"{self.request['target']['unit_digest']}. {shown.fragment} or a drop-in is not what was "
+                "planned."
+            )
         if target.name != states.BASELINE and self.worker["script"] not in shown.exec_start:
-            raise AgentError(f"{self.unit}: found that it starts {shown.exec_start!r}, expected {self.worker['script']}. A drop-in replaces ExecStart: remove that.")
+            raise AgentError(
+                f"{self.unit}: found that it starts {shown.exec_start!r}, expected "
+                f"{self.worker['script']}. A drop-in replaces ExecStart: remove that."
+            )
 
     def _restart(self, before: dict[str, Any] | None) -> None:
         with self.journal.step("stop", f"stopping {self.unit}"):
@@ -316,9 +387,17 @@ class Change:
     def _stop(self) -> None:
         """Stop the unit within its time, then see that all of the old one is gone. Raises NotGone."""
         shown = self.tools.systemd.show(self.unit)
-        old = {(one.pid, one.start_time) for one in self.tools.processes_of(shown.cgroup)} if shown.cgroup else set()
-        if not self.tools.systemd.stop(self.unit, float(self.limits["stop_s"])):
-            self._note(f"forced kill: {self.unit} did not stop within {self.limits['stop_s']} s and was sent SIGKILL; its requests were cut")
+        members = self.tools.processes_of(shown.cgroup) if shown.cgroup else []
+        old = {(one.pid, one.start_time) for one in members}
+
+        def empty() -> bool:
+            return not self._alive(old, shown.cgroup)
+
+        if not self.tools.systemd.stop(self.unit, float(self.limits["stop_s"]), empty):
+            self._note(
+                f"forced kill: {self.unit} did not stop within {self.limits['stop_s']} s and was sent SIGKILL; "
+                "its requests were cut"
+            )
             with self._noting(f"killing {self.unit}"):
                 self.tools.systemd.kill(self.unit)
         left: list[str] = []
@@ -329,12 +408,24 @@ class Change:
 
         if not systemd.wait_for(gone, float(self.limits["gone_s"])):
             raise NotGone(
-                f"{self.unit} was stopped, but {'; '.join(left)}; expected all of it gone within {self.limits['gone_s']} s. "
-                "It is not started beside that. End what is left by hand, then run again."
+                f"{self.unit} was stopped, but {'; '.join(left)}; expected all of it gone within "
+                f"{self.limits['gone_s']} s. It is not started beside that. End what is left by hand, then run again."
             )
         after = self.tools.systemd.show(self.unit)
-        if old and (after.result == "timeout" or (after.main_code in ("2", "3") and after.main_status in ("9", "KILL"))):
-            self._note(f"forced kill: systemd killed {self.unit} with SIGKILL when its stop timeout was over (result {after.result}); its requests were cut")
+        if old and after.main_code in ("2", "3") and after.main_status == "9":
+            self._note(
+                f"forced kill: systemd killed the main process of {self.unit} with SIGKILL when its stop timeout was "
+                "over; its requests were cut"
+            )
+
+    def _alive(self, old: set[tuple[int, int]], cgroup: str) -> list[proc.Process]:
+        """What lives of the old process tree and in the unit's control group. The dead that nobody reaped do not."""
+        members = {one.pid: one for one in self.tools.processes_of(cgroup)} if cgroup else {}
+        for pid, start_time in old:
+            one = self.tools.process(pid)
+            if one is not None and one.start_time == start_time:
+                members[pid] = one
+        return [one for one in members.values() if one.state not in ("Z", "X")]
 
     def _left_over(self, old: set[tuple[int, int]], cgroup: str) -> list[str]:
         """What is still there of the old process tree, in words."""
@@ -342,14 +433,15 @@ class Change:
         shown = self.tools.systemd.show(self.unit)
         if shown.active not in ("inactive", "failed"):
             found.append(f"systemd says {shown.active}/{shown.sub}")
-        members = {one.pid: one for one in self.tools.processes_of(cgroup)} if cgroup else {}
-        for pid, start_time in old:
-            one = self.tools.process(pid)
-            if one is not None and one.start_time == start_time and one.state not in ("Z", "X"):
-                members[pid] = one
-        members = {pid: one for pid, one in members.items() if one.state not in ("Z", "X")}
-        found += [f"process {one.pid} (state {one.state}: {' '.join(one.cmdline)[:80]}) still lives" for one in members.values()]
-        found += [f"process {pid} listens on port {self.worker['port']}" for pid in self.tools.listener(self.worker["port"], self.worker["host"])]
+        members = {one.pid: one for one in self._alive(old, cgroup)}
+        found += [
+            f"process {one.pid} (state {one.state}: {' '.join(one.cmdline)[:80]}) still lives"
+            for one in members.values()
+        ]
+        found += [
+            f"process {pid} listens on port {self.worker['port']}"
+            for pid in self.tools.listener(self.worker["port"], self.worker["host"])
+        ]
         try:
             holders = self.tools.gpu_holders()
         except proc.GpuUnknown as error:
@@ -370,14 +462,18 @@ class Change:
     def _prove(self, state: states.State, before: dict[str, Any] | None) -> None:
         started = time.monotonic()
         with self.journal.step("gate", f"proving {self._short(state.name)}"):
-            self.proof = self.tools.gate(self.worker, state.expect, before, self.limits, self.generation, self.secrets, self.say)
+            self.proof = self.tools.gate(
+                self.worker, state.expect, before, self.limits, self.generation, self.secrets, self.say
+            )
         self.healthy_after = round(time.monotonic() - started, 3)
 
     def _admit(self) -> None:
         with self.journal.step("admit", "putting the worker into its routers"):
             if self._ensure_enabled():
                 self.changed.append("unit")
-            for note in self.tools.admit(self.worker, self.secrets, self.limits, self.say, self.generation) or []:
+            for note in (
+                self.tools.admit(self.worker, self.secrets, self.limits, self.say, self.generation) or []
+            ):
                 self._note(note)
             if self.admits:
                 self.changed.append("admit")
@@ -387,7 +483,10 @@ class Change:
         shown = self.tools.systemd.show(self.unit)
         if shown.file_state != "disabled" or "[Install]" not in (shown.text or ""):
             return False
-        if self.store.on_disk() == states.BASELINE and self.store.load(states.BASELINE).expect["unit"]["file_state"] != "enabled":
+        if (
+            self.store.on_disk() == states.BASELINE
+            and self.store.load(states.BASELINE).expect["unit"]["file_state"] != "enabled"
+        ):
             return False
         self.tools.systemd.enable(self.unit)
         return True
@@ -418,7 +517,9 @@ class Change:
         failed_gate = isinstance(error, gate.GateRefused) or step in ("start", "gate")
         self._collect()
         if failed_gate:
-            self.ledger.refuse(self.wanted, self.transaction.id, time.time(), str(hide(str(error), self.secret_texts)))
+            self.ledger.refuse(
+                self.wanted, self.transaction.id, time.time(), str(hide(str(error), self.secret_texts))
+            )
             self.ledger.save()
         fallback = self._fallback(self.wanted)
         if isinstance(error, NotGone):
@@ -430,7 +531,9 @@ class Change:
             self._note("there is no proved state to go back to")
             return self._drain_out(step, error, stop=True)
         if step == "admit" and not self._routers_answer():
-            self._note("it passed its gate; its routers do not answer, so going back would not admit it either")
+            self._note(
+                "it passed its gate; its routers do not answer, so going back would not admit it either"
+            )
             return self._drain_out(step, error, stop=True)
         try:
             with _deadline(backward_s(self.limits)):
@@ -516,16 +619,23 @@ class Change:
         """While the host is up: the last proved state on disk, running, proved and admitted again."""
         self.was_listed = [url for line in self.transaction.lines() for url in line.get("listed", [])]
         reached = self.transaction.step()
-        error = AgentError(f"the agent ended in step {reached or 'none'} without a result; expected it to reach an end state. Look at 'journalctl -u {paths.AGENT_UNIT}'.")
+        error = AgentError(
+            f"the agent ended in step {reached or 'none'} without a result; expected it to reach an end "
+            f"state. Look at 'journalctl -u {paths.AGENT_UNIT}'."
+        )
         try:
             with _deadline(backward_s(self.limits)):
-                with self.journal.step("rollback", f"recovering a transaction that died in step {reached or 'none'}"):
+                with self.journal.step(
+                    "rollback", f"recovering a transaction that died in step {reached or 'none'}"
+                ):
                     self.store.discard_temporary(self.transaction.id)
                     if self.transaction.began("switch"):
                         self._collect()
                         fallback = self._fallback(None)
                         if fallback is None or not fallback.runnable:
-                            raise AgentError("found no proved state to go back to, expected one. Deploy a state anew.")
+                            raise AgentError(
+                                "found no proved state to go back to, expected one. Deploy a state anew."
+                            )
                         self._bring_back(fallback)
                     elif self.transaction.began("drain") and self.was_listed:
                         self._admit()
@@ -537,8 +647,13 @@ class Change:
     def restore_files(self) -> dict[str, Any]:
         """Before the worker's unit starts (at boot): the last proved state's files, nothing else."""
         reached = self.transaction.step()
-        error = AgentError(f"the host went down in step {reached or 'none'} of the transaction; expected it to reach an end state. Look at the worker, then acknowledge it.")
-        with self.journal.step("rollback", f"restoring the files of a transaction that died in step {reached or 'none'}"):
+        error = AgentError(
+            f"the host went down in step {reached or 'none'} of the transaction; expected it to reach an "
+            "end state. Look at the worker, then acknowledge it."
+        )
+        with self.journal.step(
+            "rollback", f"restoring the files of a transaction that died in step {reached or 'none'}"
+        ):
             self.restore_only()
         return self._end("interrupted", error, reached)
 
@@ -585,7 +700,7 @@ class Change:
             "notes": self.notes,
             "evidence": self.evidence,
         }
-        result = hide(result, self.secret_texts)
+        result = dict(hide(result, self.secret_texts))
         with self.journal.step("done", f"{end_state}{': ' + result['error'] if failed else ''}"):
             self.ledger.end(self.transaction.id, end_state, failed, self.store.on_disk(), time.time())
             self.transaction.decide(result)
@@ -618,7 +733,9 @@ class Change:
         declared = main.environ.get("DSV4_FLEET_STATE")
         if declared or not self.store.has_baseline():
             return declared
-        return states.BASELINE if main.cmdline == self.store.load(states.BASELINE).expect["arguments"] else None
+        return (
+            states.BASELINE if main.cmdline == self.store.load(states.BASELINE).expect["arguments"] else None
+        )
 
     @contextlib.contextmanager
     def _failing(self, step: str, way_back: Callable[[str, BaseException], dict[str, Any]]) -> Iterator[None]:
@@ -653,7 +770,10 @@ def _deadline(seconds: float) -> Iterator[None]:
     """Raise Deadline in the block when its time is over, wherever it hangs."""
 
     def late(_signal: int, _frame: Any) -> None:
-        raise Deadline(f"the transaction's own deadline of {seconds:.0f} s is over, expected its steps to end in their times")
+        raise Deadline(
+            f"the transaction's own deadline of {seconds:.0f} s is over, expected its steps to end in "
+            "their times"
+        )
 
     previous = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -678,7 +798,14 @@ def tidy(keep_releases: int, keep_transactions: set[str]) -> None:
     units = os.listdir(paths.WORKERS) if os.path.isdir(paths.WORKERS) else []
     for unit in units:
         ledger = Ledger(unit)
-        worker = next((one.request()["worker"] for one in reversed(everything()) if one.request()["worker"]["unit"] == unit), None)
+        worker = next(
+            (
+                one.request()["worker"]
+                for one in reversed(everything())
+                if one.request()["worker"]["unit"] == unit
+            ),
+            None,
+        )
         store = states.Store(worker or {"unit": unit, "script": ""})
         kept = {one["state"] for one in ledger.proved[-2:]} | {store.on_disk() or ""}
         for state in kept & set(store.names()):
