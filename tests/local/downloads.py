@@ -35,9 +35,21 @@ def fetch(wheel: Wheel) -> Path:
         platforms = [f"--platform={glibc}_{machine()}" for glibc in GLIBC]
         try:
             run(
-                [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                 "--require-hashes", "--implementation=cp", f"--python-version={PYTHON}", *platforms,
-                 f"--dest={scratch}", f"--requirement={pin}"],
+                [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--quiet",
+                    "--no-deps",
+                    "--only-binary=:all:",
+                    "--require-hashes",
+                    "--implementation=cp",
+                    f"--python-version={PYTHON}",
+                    *platforms,
+                    f"--dest={scratch}",
+                    f"--requirement={pin}",
+                ],
                 timeout=600,
             )
         except LocalError as error:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.local import handmade, image, ssh
+from tests.local import handmade, image, overlays, ssh
 from tests.local.handmade import File
 from tests.local.podman import podman, podman_json
 from tests.local.process import Done, run
@@ -28,6 +28,7 @@ from tests.local.settings import HOSTS, ROOT, ROUTER_PORT, STANDIN, WORKER_PORTS
 FAULTS_FILE = "/run/dsv4-standin-faults.json"
 BOOT_S = 60.0
 READY_S = 90.0
+LOCK_S = 300.0
 #: inotify instances: systemd's in one container, and what the rest of the machine may hold.
 INOTIFY_EACH, INOTIFY_RESERVE = 6, 32
 INOTIFY = {"fs.inotify.max_user_instances": 8192, "fs.inotify.max_user_watches": 1048576}
@@ -58,7 +59,11 @@ class Fleet:
         for row in podman_json("ps", "--all", "--filter", f"label=dsv4.fleet={self.settings.name}"):
             labels = row["Labels"]
             node = Node(
-                labels["dsv4.host"], row["State"], labels["dsv4.address"], labels["dsv4.digest"], labels["dsv4.checkout"]
+                labels["dsv4.host"],
+                row["State"],
+                labels["dsv4.address"],
+                labels["dsv4.digest"],
+                labels["dsv4.checkout"],
             )
             found[node.host] = node
         return {host: found[host] for host in sorted(found, key=_order)}
@@ -84,6 +89,7 @@ class Fleet:
         for host in hosts:
             role_of(host)
         name = image.ensure()
+        overlays.make()
         with self._lock():
             self._refuse_foreign(take_over)
             self._network()
@@ -95,10 +101,10 @@ class Fleet:
             stale = [
                 host
                 for host in wanted
-                if host not in nodes or nodes[host].digest != digests[host] or nodes[host].state not in ("running", "exited")
+                if host not in nodes
+                or nodes[host].digest != digests[host]
+                or nodes[host].state not in ("running", "exited")
             ]
-            if stale:
-                ssh.close_connections(self.settings)
             self._make(name, stale, addresses, digests)
             kept = [host for host in wanted if host not in stale]
             stopped = [self.settings.container(host) for host in kept if nodes[host].state == "exited"]
@@ -114,10 +120,7 @@ class Fleet:
         """Remove this fleet: its containers, its network, its keys. Nothing happens where there is none."""
         with self._lock():
             self._refuse_foreign(take_over)
-            ssh.close_connections(self.settings)
-            names = [self.settings.container(host) for host in self.nodes()]
-            if names:
-                podman("rm", "--force", "--time=0", "--volumes", "--ignore", *names, timeout=300)
+            self._remove(self.nodes().values())
             if podman("network", "exists", self.settings.network, check=False).rc == 0:
                 podman("network", "rm", "--force", self.settings.network)
             for directory in (self.settings.directory, self.settings.control_directory):
@@ -131,6 +134,7 @@ class Fleet:
         a worker would.
         """
         with self._lock():
+            self._refuse_foreign(take_over=False)
             nodes = self.nodes()
             chosen = list(hosts or nodes)
             for host in chosen:
@@ -138,7 +142,6 @@ class Fleet:
             name = image.ensure()
             addresses = {host: node.address for host, node in nodes.items()}
             digests = {host: self._digest(name, host, addresses) for host in chosen}
-            ssh.close_connections(self.settings)
             self._make(name, chosen, addresses, digests)
             _parallel(self._boot, chosen)
             if ready:
@@ -220,7 +223,9 @@ class Fleet:
     def _unready(self, router: str, missing: Sequence[str], seconds: float) -> str:
         lines = [f"found {router} without a healthy {', '.join(missing)} after {seconds:.0f} s. Their last words:"]
         for host in dict.fromkeys((router, *missing)):
-            said = self.run(host, ["journalctl", "-n", "8", "-o", "cat", "-u", str(handmade.unit_of(host))], check=False)
+            said = self.run(
+                host, ["journalctl", "-n", "8", "-o", "cat", "-u", str(handmade.unit_of(host))], check=False
+            )
             lines.append(f"--- {host}\n{said.out.strip()}")
         return "\n".join(lines)
 
@@ -231,7 +236,18 @@ class Fleet:
         """One change of a fleet at a time on this machine."""
         self.settings.control_directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(f"{self.settings.control_directory}.lock", "w", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            deadline = time.monotonic() + LOCK_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise LocalError(
+                            f"found fleet {self.settings.name} being changed by another process for {LOCK_S:.0f} s, "
+                            f"expected it to end: look for it with `fuser {file.name}`"
+                        ) from error
+                    time.sleep(0.2)
             yield
 
     def _refuse_foreign(self, take_over: bool) -> None:
@@ -239,8 +255,7 @@ class Fleet:
             if node.checkout == str(ROOT):
                 continue
             if take_over or not Path(node.checkout, "tests", "local").is_dir():
-                names = [self.settings.container(host) for host in self.nodes()]
-                podman("rm", "--force", "--time=0", "--volumes", "--ignore", *names, timeout=300)
+                self._remove(self.nodes().values())
                 return
             raise LocalError(
                 f"found fleet {self.settings.name} made by the checkout {node.checkout}, expected none or this "
@@ -257,9 +272,7 @@ class Fleet:
             if ranges == [str(subnet)]:
                 return
             print(f"fleet {self.settings.name} moves from {', '.join(ranges)} to {subnet}", flush=True)
-            containers = [self.settings.container(host) for host in self.nodes()]
-            if containers:
-                podman("rm", "--force", "--time=0", "--volumes", "--ignore", *containers, timeout=300)
+            self._remove(self.nodes().values())
             podman("network", "rm", "--force", name)
             del networks[name]
         for user, used in _used_ranges(networks.values()):
@@ -296,7 +309,14 @@ class Fleet:
 
         /etc/hosts is not in it: a host more does not make all others anew.
         """
-        inputs = (image_name, host, addresses[host], _mac(addresses[host]), str(STANDIN), self._contents(host, addresses))
+        inputs = (
+            image_name,
+            host,
+            addresses[host],
+            _mac(addresses[host]),
+            str(STANDIN),
+            self._contents(host, addresses),
+        )
         return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
     def _make(
@@ -305,9 +325,7 @@ class Fleet:
         """Replace the containers of these hosts. State goes in before the first boot."""
         if not hosts:
             return
-        names = [self.settings.container(host) for host in hosts]
-        podman("rm", "--force", "--time=0", "--volumes", "--ignore", *names, timeout=300)
-        STANDIN.mkdir(exist_ok=True)
+        self._remove(node for node in self.nodes().values() if node.host in hosts)
 
         def make(host: str) -> None:
             name = self.settings.container(host)
@@ -319,15 +337,32 @@ class Fleet:
                 "dsv4.checkout": str(ROOT),
             }
             podman(
-                "create", f"--name={name}", f"--hostname={host}", f"--network={self.settings.network}",
-                f"--ip={addresses[host]}", f"--mac-address={_mac(addresses[host])}", "--no-hosts", "--systemd=always", f"--volume={STANDIN}:/opt/standin:ro",
-                *(f"--label={key}={value}" for key, value in labels.items()), image_name, "/lib/systemd/systemd",
+                "create",
+                f"--name={name}",
+                f"--hostname={host}",
+                f"--network={self.settings.network}",
+                f"--ip={addresses[host]}",
+                f"--mac-address={_mac(addresses[host])}",
+                "--no-hosts",
+                "--systemd=always",
+                f"--volume={STANDIN}:/opt/standin:ro",
+                *(f"--label={key}={value}" for key, value in labels.items()),
+                image_name,
+                "/lib/systemd/systemd",
             )
             contents = {**self._contents(host, addresses), "/etc/hosts": File(_hosts_text(addresses))}
             podman("cp", "-", f"{name}:/", stdin=handmade.archive(contents))
             podman("start", name)
 
         _parallel(make, hosts)
+
+    def _remove(self, nodes: Iterable[Node]) -> None:
+        """Remove these containers, and this machine's ssh connections to them."""
+        gone = list(nodes)
+        if gone:
+            names = [self.settings.container(node.host) for node in gone]
+            podman("rm", "--force", "--time=0", "--volumes", "--ignore", *names, timeout=300)
+            ssh.close_connections(node.address for node in gone)
 
     def _write_hosts(self, host: str, addresses: Mapping[str, str]) -> None:
         """Bring a kept host's names up to date, in place."""
@@ -345,7 +380,9 @@ class Fleet:
                 raise LocalError(f"found failed units on {host}, expected none:\n{failed}")
             if state != "running":
                 if time.monotonic() > deadline:
-                    raise LocalError(f"found {host} {state or 'without systemd'} after {BOOT_S:.0f} s, expected running")
+                    raise LocalError(
+                        f"found {host} {state or 'without systemd'} after {BOOT_S:.0f} s, expected running"
+                    )
                 time.sleep(0.1)
         address = self.address(host)
         while True:

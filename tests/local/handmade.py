@@ -22,7 +22,8 @@ from tests.local.settings import (
 TREE = "/root/sglang-dsv4/python"
 ENGINE = ("python3", "/opt/standin/launch_server.py")
 ROUTER_UNIT = "sglang-router.service"
-STANDIN_SETTINGS = {"start_s": 2.0, "sigterm_poll_s": 1.0}
+#: Quick to start and to stop; tokens come slowly enough that a stream of 40 lasts about a second.
+STANDIN_SETTINGS = {"start_s": 2.0, "sigterm_poll_s": 1.0, "token_ms": 20.0}
 #: What an operator set by hand: bf16 index-K with its Triton indexer, and the canary that looks at it.
 HAND_MADE_FLAGS = {
     "SGLANG_DSV4_BF16_INDEX_K": "1",

@@ -102,8 +102,15 @@ def ensure() -> str:
         mirror = [os.environ["DSV4_DEBIAN_MIRROR"]] if os.environ.get("DSV4_DEBIAN_MIRROR") else []
         try:
             run(
-                ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}",
-                 *(f"--customize-hook={hook}" for hook in hooks), DEBIAN, str(rootfs), *mirror],
+                [
+                    "mmdebstrap",
+                    "--variant=minbase",
+                    f"--include={PACKAGES}",
+                    *(f"--customize-hook={hook}" for hook in hooks),
+                    DEBIAN,
+                    str(rootfs),
+                    *mirror,
+                ],
                 timeout=900,
             )
         except LocalError as error:

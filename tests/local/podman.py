@@ -6,7 +6,7 @@ import json
 import os
 import resource
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from tests.local.settings import CACHE, LocalError
 CAP_SYS_RESOURCE = 24
 #: Lower than podman's own defaults: a machine that may not raise limits refuses those.
 OPEN_FILES = PROCESSES = 20000
+#: Where distributions put podman's network program.
+NETAVARK = ("/usr/lib/podman/netavark", "/usr/libexec/podman/netavark")
 
 
 def cgroup_kind(root: Path = Path("/sys/fs/cgroup")) -> str:
@@ -43,6 +45,7 @@ def containers_conf(*, cgroup: str, systemd: bool, limits: bool, backend: str, n
     engine: list[str] = []
     network: list[str] = []
     if not limits:
+
         def ceiling(kind: int, wanted: int) -> int:
             hard = resource.getrlimit(kind)[1]
             return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -73,18 +76,18 @@ def environment() -> dict[str, str]:
         )
     if os.environ.get("CONTAINERS_CONF"):
         return {}
-    wanted = {
-        "cgroup": cgroup_kind(),
-        "systemd": Path("/run/systemd/system").is_dir(),
-        "limits": may_raise_limits(Path("/proc/self/status").read_text(encoding="utf-8")),
-        "netavark": any(Path(place, "netavark").exists() for place in ("/usr/lib/podman", "/usr/libexec/podman")),
-    }
+    wanted = partial(
+        containers_conf,
+        cgroup=cgroup_kind(),
+        systemd=Path("/run/systemd/system").is_dir(),
+        limits=may_raise_limits(Path("/proc/self/status").read_text(encoding="utf-8")),
+        netavark=any(Path(path).exists() for path in NETAVARK),
+    )
     path = CACHE / "containers.conf"
     # podman cannot even say its network backend where its runtime fails, so ask with the rest in place.
-    text = containers_conf(**wanted, backend="")
-    env = _write(path, text)
+    env = _write(path, wanted(backend=""))
     backend = run(["podman", "info", "--format", "{{.Host.NetworkBackend}}"], env=env).out.strip()
-    return _write(path, containers_conf(**wanted, backend=backend))
+    return _write(path, wanted(backend=backend))
 
 
 def _write(path: Path, text: str) -> dict[str, str]:

@@ -35,16 +35,14 @@ def run(
     """
     shown = shlex.join(argv[:12]) + (" …" if len(argv) > 12 else "")
     try:
-        # Without input of ours a program must not wait for, or swallow, the caller's.
-        source = {"stdin": subprocess.DEVNULL} if stdin is None else {}
+        # Empty input where there is none of ours: a program must not wait for, or swallow, the caller's.
         done = subprocess.run(
             argv,
-            input=stdin,
+            input=stdin or b"",
             env={**os.environ, **(env or {})},
             capture_output=True,
             timeout=timeout,
             check=False,
-            **source,
         )
     except FileNotFoundError as error:
         raise LocalError(f"found no program {argv[0]!r} on PATH: `make setup` installs what is needed") from error

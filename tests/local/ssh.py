@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.local.handmade import File
@@ -68,10 +72,14 @@ def write_config(settings: FleetSettings, addresses: Mapping[str, str]) -> None:
         temporary.replace(directory / name)
 
 
-def close_connections(settings: FleetSettings) -> None:
-    """End every shared connection to the fleet: one to a container that is gone would break the next command."""
-    for socket in settings.control_directory.glob("*"):
-        if socket.is_socket():
-            # A master that has just ended by itself is what is wanted, so its exit status says nothing.
-            run(["ssh", "-O", "exit", "-o", f"ControlPath={socket}", "ended"], timeout=10, check=False)
-            socket.unlink(missing_ok=True)
+def close_connections(addresses: Iterable[str]) -> None:
+    """End this machine's ssh connections to nodes that go away.
+
+    A shared connection (ControlPersist), wherever its socket is, would otherwise be taken by the next command
+    and break it.
+    """
+    for address in addresses:
+        found = run(["ss", "--no-header", "--tcp", "--numeric", "--processes", "dst", f"{address}:22"]).out
+        for pid in set(re.findall(r'\("ssh",pid=(\d+),', found)):
+            with contextlib.suppress(ProcessLookupError):  # it ended by itself in the meantime
+                os.kill(int(pid), signal.SIGTERM)
