@@ -153,7 +153,7 @@ class _Inspection:
         mine = {name: value for name, value in self._variables.items() if name.startswith(flags.PREFIX)}
         values = {name: self._action._templar.template(value) for name, value in mine.items()}
         stamp = {
-            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "since": _utc(time.time()),
             "by": f"{getpass.getuser()}@{platform.node()}",
             "why": str(self._args["why"]),
         }
@@ -266,13 +266,17 @@ def _changes(manifest: dict[str, t.Any]) -> list[dict[str, t.Any]]:
     return [row for row in rows if row["base"] != row["result"]]
 
 
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
 def _rollback(seen: dict[str, t.Any]) -> dict[str, t.Any]:
     """The newest proved state that is not the live one, by name; its script lies on the worker."""
     live = seen["process"] and (seen["process"]["state"] or "baseline")
     for entry in reversed(seen["ledger"]["proved"]):
         if entry["state"] != live or entry["state"] != (seen["script"]["declared"] or "baseline"):
             stored = {"state": entry["state"], "stored": True, "overrides": entry.get("overrides", {}), "flags": None}
-            why = {"restart": f"roll back to {compare.short(entry['state'])}, proved {entry.get('at', 'earlier')}"}
+            why = {"restart": f"roll back to {compare.short(entry['state'])}, proved {_utc(entry['at'])}"}
             return {"wanted": stored, "reasons": why, "notes": [], "diff": []}
     note = "found no proved state other than the live one; nothing to roll back to"
     return {"wanted": {"state": live, "stored": True, "overrides": {}, "flags": None}, "reasons": {}, "notes": [note], "diff": []}
