@@ -16,9 +16,7 @@ FILLER = (
     "field where quiet rows of trees hold the morning light until wind moves them again"
 )
 WORDS = FILLER.split()
-ECHO = re.compile(
-    r"\b(?:repeat|echo|say|answer|reply|respond|return|output)\b[^:\n]*:\s*(\S[^\n]*)", re.IGNORECASE
-)
+ECHO = re.compile(r"\b(?:repeat|echo|say|answer|reply|respond|return|output)\b[^:\n]*:\s*(\S[^\n]*)", re.IGNORECASE)
 LENGTH = re.compile(r"\b(\d{1,6})\s+(?:words|tokens)\b", re.IGNORECASE)
 NONCE = re.compile(r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[\w-]{4,}\b")
 PIECE = re.compile(r"\s*\S{1,12}")
@@ -104,9 +102,7 @@ def from_generate(body: dict[str, Any], default_tokens: int) -> Prompt:
     """Of a `/generate` request; ValueError says what is wrong with it."""
     text, ids = body.get("text"), body.get("input_ids")
     if not isinstance(text, str) and not isinstance(ids, list):
-        raise ValueError(
-            "found neither text nor input_ids, expected `text` as a string or `input_ids` as a list"
-        )
+        raise ValueError("found neither text nor input_ids, expected `text` as a string or `input_ids` as a list")
     sampling = body.get("sampling_params") or {}
     prompt = text if isinstance(text, str) else " ".join(str(item) for item in ids or [])
     limit = sampling.get("max_new_tokens")
@@ -116,9 +112,7 @@ def from_generate(body: dict[str, Any], default_tokens: int) -> Prompt:
         forced=False,
         from_user=True,
         max_tokens=int(limit) if limit is not None else 1 << 20,
-        min_tokens=max(
-            int(sampling.get("min_new_tokens") or 0), 0 if limit else _filler([prompt], default_tokens)
-        ),
+        min_tokens=max(int(sampling.get("min_new_tokens") or 0), 0 if limit else _filler([prompt], default_tokens)),
         ignore_eos=bool(sampling.get("ignore_eos")) and limit is not None,
         session=session_of(prompt, None),
         turn=1,
@@ -185,9 +179,7 @@ def text_answer(prompt: Prompt, text: str) -> Answer:
 
 def tool_answer(prompt: Prompt, name: str, arguments: str) -> Answer:
     """One call of `name`: its head first, then the arguments in fragments, as upstream streams it."""
-    call_id = (
-        "call_" + hashlib.sha256(f"{prompt.session}{prompt.turn}{prompt.text}".encode()).hexdigest()[:24]
-    )
+    call_id = "call_" + hashlib.sha256(f"{prompt.session}{prompt.turn}{prompt.text}".encode()).hexdigest()[:24]
     head = {"index": 0, "id": call_id, "name": name, "arguments": ""}
     fragments = [{"t": {"index": 0, "arguments": piece}} for piece in split(arguments)]
     pieces = [{"t": head}, *fragments]

@@ -70,9 +70,7 @@ def _pairs(argv: list[str]) -> dict[str, Any]:
             _usage(f"unrecognized arguments: {word}")
         else:
             values[current].append(word)
-    return {
-        name: True if not words else words[0] if len(words) == 1 else words for name, words in values.items()
-    }
+    return {name: True if not words else words[0] if len(words) == 1 else words for name, words in values.items()}
 
 
 def _config(path: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def main(fd: int, seconds: float, wants_escape: bool) -> None:
     if wants_escape:
         escape()
     end, parent = time.monotonic() + seconds, os.getppid()
+    print("ready", flush=True)
     listener = socket.socket(fileno=fd)
     while os.getppid() == parent and time.monotonic() < end:
         time.sleep(0.05)

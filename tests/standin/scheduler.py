@@ -120,8 +120,7 @@ class Scheduler:
             self._error(
                 request.rid,
                 400,
-                "Invalid request: Disaggregated request received without bootstrap "
-                f"room id. req.rid={request.rid!r}",
+                f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={request.rid!r}",
             )
             return
         if self.mode == "decode" and bootstrap["host"] != FAKE_BOOTSTRAP_HOST:
@@ -139,9 +138,7 @@ class Scheduler:
             if self.faults.get("pd_broken"):
                 raise ConnectionError("a fault broke this worker's transfers")
             async with asyncio.timeout(self.settings.pd_timeout_s):
-                reader, writer = await asyncio.open_connection(
-                    bootstrap["host"], int(bootstrap["port"] or 8998)
-                )
+                reader, writer = await asyncio.open_connection(bootstrap["host"], int(bootstrap["port"] or 8998))
                 try:
                     writer.write(f"GET /standin/kv?room={bootstrap['room']} HTTP/1.0\r\n\r\n".encode())
                     status = await reader.readline()
@@ -234,9 +231,7 @@ class Scheduler:
         if (fault := self.faults.get("soft_errors")) and unit("soft", prompt.session) < fault["rate"]:
             # An honest model's slip: no call, but nothing broken in it either.
             self._spoilt(request, "soft")
-            return text_answer(
-                dataclasses.replace(prompt, text="", min_tokens=0), "I need more details to do that."
-            )
+            return text_answer(dataclasses.replace(prompt, text="", min_tokens=0), "I need more details to do that.")
         if self.poisoned:
             self._spoilt(request, "sticky")
             return garble_text(
@@ -253,9 +248,7 @@ class Scheduler:
             for peer in peers
             if peer.prompt.session != prompt.session and peer.sound.arguments is not None
         ]
-        spoilt = corrupted(
-            rule, self.settings.seed, prompt, request.sound, len(peers), request.number, others
-        )
+        spoilt = corrupted(rule, self.settings.seed, prompt, request.sound, len(peers), request.number, others)
         if spoilt is None:
             return request.sound
         kind, wrong = spoilt

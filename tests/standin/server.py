@@ -174,9 +174,7 @@ class Server:
             listener.bind(address)
             listener.listen(2048)
         except OSError as error:
-            log(
-                f"[Errno {error.errno}] error while attempting to bind on address {address}: {error.strerror}"
-            )
+            log(f"[Errno {error.errno}] error while attempting to bind on address {address}: {error.strerror}")
             os._exit(1)
         return listener
 
@@ -188,7 +186,10 @@ class Server:
             command + (["escape"] if fault["escape_cgroup"] else []),
             pass_fds=[listener.fileno()],
             start_new_session=True,
+            stdout=subprocess.PIPE,
         )
+        if child.stdout is None or not child.stdout.readline():
+            self._die("the left-over of the orphan fault did not start")
         log(f"a fault leaves process {child.pid} behind on the port")
 
     def _handle_signals(self) -> None:
@@ -312,9 +313,7 @@ class Server:
                     if request is not None and (request.transport is None or request.transport.is_closing()):
                         return
                     if deadline and time.monotonic() > deadline:
-                        raise EngineError(
-                            500, f"Prefill transfer failed: room {bootstrap} was not fetched"
-                        ) from None
+                        raise EngineError(500, f"Prefill transfer failed: room {bootstrap} was not fetched") from None
                     continue
                 reply.news.clear()
                 if reply.error:
@@ -379,14 +378,10 @@ class Server:
             return web.Response(status=200)
         if self.status == "Starting":
             return web.Response(status=503)
-        if (fault := self.faults.get("health_503")) and time.monotonic() < (self.up_at or 0) + fault[
-            "seconds"
-        ]:
+        if (fault := self.faults.get("health_503")) and time.monotonic() < (self.up_at or 0) + fault["seconds"]:
             return web.Response(status=503)
         if not self.faults.get("hung_engine") and not await self._alive():
-            log(
-                f"Health check failed. No response from the scheduler for {self.settings.health_timeout_s} seconds."
-            )
+            log(f"Health check failed. No response from the scheduler for {self.settings.health_timeout_s} seconds.")
             self.status = "UnHealthy"
             return web.Response(status=503)
         self.status = "Up"
@@ -401,9 +396,7 @@ class Server:
 
         async def probe() -> None:
             rid = f"HEALTH_CHECK_{uuid.uuid4().hex}"
-            async with aclosing(
-                self._generate(prompt, self._fake_bootstrap(), internal=True, rid=rid)
-            ) as replies:
+            async with aclosing(self._generate(prompt, self._fake_bootstrap(), internal=True, rid=rid)) as replies:
                 async for _ in replies:
                     return
 
@@ -434,11 +427,7 @@ class Server:
             "effective_max_running_requests_per_dp": self.arguments["max_running_requests"],
         }
         environ = self.tree.environ
-        if (
-            environ is not None
-            and self._version() >= (0, 5, 19)
-            and self.tree.flag("SGLANG_EXPOSE_OWN_ENV_VARS")
-        ):
+        if environ is not None and self._version() >= (0, 5, 19) and self.tree.flag("SGLANG_EXPOSE_OWN_ENV_VARS"):
             declared = [name for name in os.environ if hasattr(type(environ.envs), name)]
             state["env_vars"] = {name: os.environ[name] for name in declared}
         info = {
@@ -598,9 +587,7 @@ class Server:
         """200 when idle, 400 with requests pending."""
         running, waiting, _ = self._queues()
         if running or waiting:
-            return web.Response(
-                status=400, text=f"Cache not flushed: {running} running, {waiting} waiting.\n"
-            )
+            return web.Response(status=400, text=f"Cache not flushed: {running} running, {waiting} waiting.\n")
         return web.Response(text="Cache flushed.\n")
 
     async def abort_request(self, request: web.Request) -> web.Response:
@@ -770,9 +757,7 @@ class Server:
         if (body.get("stream_options") or {}).get("include_usage"):
             yield {**base, "choices": [], "usage": _usage(prompt, count)}
 
-    async def _stream(
-        self, request: web.Request, chunks: AsyncGenerator[dict[str, Any], None]
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, chunks: AsyncGenerator[dict[str, Any], None]) -> web.StreamResponse:
         """Server-sent events; an error before the first chunk is a plain response."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         broken, sent = self.faults.get("stream_error"), 0
@@ -789,9 +774,7 @@ class Server:
         except EngineError as error:
             if not response.prepared:
                 return _error(error.status, str(error))
-            await response.write(
-                b"data: " + json.dumps(_error_object(error.status, str(error))).encode() + b"\n\n"
-            )
+            await response.write(b"data: " + json.dumps(_error_object(error.status, str(error))).encode() + b"\n\n")
         finally:
             await chunks.aclose()
         if not response.prepared:

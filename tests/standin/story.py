@@ -100,16 +100,12 @@ def _corrupt_call(kind: str, sound: Answer, dice: random.Random, others: list[st
     arguments, head = sound.arguments or "{}", sound.pieces[0]
     if kind == "markup":
         inner = "".join(
-            f'<|parameter name="{name}"|>{value}</|parameter|>'
-            for name, value in json.loads(arguments).items()
+            f'<|parameter name="{name}"|>{value}</|parameter|>' for name, value in json.loads(arguments).items()
         )
         text = f'<|tool_calls|><|invoke name="{sound.name}"|>{inner}</|invoke|></|tool_calls|>'
         return Answer([{"c": piece} for piece in split(text)], "stop")
     if kind == "glued":
-        glued = [
-            {"t": {"index": 1, "id": None, "name": None, "arguments": piece}}
-            for piece in split(arguments * 2)
-        ]
+        glued = [{"t": {"index": 1, "id": None, "name": None, "arguments": piece}} for piece in split(arguments * 2)]
         return Answer([head, *glued], "tool_calls")
     if kind == "malformed":
         at = len(arguments) - 1 - (0 if late else dice.randrange(max(1, len(arguments) // 3)))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
+from standin_process import PYTHON, StandIn
 
-from standin_process import PYTHON, StandIn  # noqa: E402 - the path above comes first
-
-from tests.local import downloads  # noqa: E402 - likewise
+from tests.local import downloads
 
 
 @pytest.fixture(scope="session")

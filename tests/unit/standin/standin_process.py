@@ -23,7 +23,14 @@ PYTHON = os.environ.get("DSV4_STANDIN_PYTHON", sys.executable)
 WAIT_S = 60.0  # how long anything may take on a machine that is busy
 # No proxies, and no certificates: reading those costs more than a whole test.
 CLIENT: dict[str, Any] = {"trust_env": False, "verify": False, "timeout": WAIT_S}
-FAST = {"start_s": 0.1, "listen_s": 0.0, "health_min_s": 0.05, "sigterm_poll_s": 0.2, "token_ms": 2.0, "prefill_ms": 5.0}
+FAST = {
+    "start_s": 0.1,
+    "listen_s": 0.0,
+    "health_min_s": 0.05,
+    "sigterm_poll_s": 0.2,
+    "token_ms": 2.0,
+    "prefill_ms": 5.0,
+}
 
 
 def free_port() -> int:

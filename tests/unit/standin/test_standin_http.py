@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def streamed_call(events: list[str]) -> dict[int, dict[str, Any]]:
     return calls
 
 
-@pytest.mark.parametrize("prompt", ["Repeat this word: {}", "Please answer with exactly: '{}'.", "The word is {}, say it"])
+@pytest.mark.parametrize(
+    "prompt", ["Repeat this word: {}", "Please answer with exactly: '{}'.", "The word is {}, say it"]
+)
 def test_it_repeats_what_it_is_asked_to(engine: StandIn, prompt: str) -> None:
     answer = engine.chat(prompt.format("Falke-7421"))
     (choice,) = answer["choices"]
@@ -116,7 +119,7 @@ def test_generate_streams_the_text_so_far(engine: StandIn) -> None:
     texts = [chunk["text"] for chunk in chunks(events)]
     whole = engine.post("/generate", body).json()
     assert events[-1] == "[DONE]"
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
     assert whole["text"] == texts[-1] and len(whole["text"].split()) == 6
     assert whole["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
 
@@ -222,7 +225,9 @@ def test_keys_protect_all_but_health_and_metrics_and_are_never_shown(start: Star
             assert engine.get(path, headers=right).status_code == 200
         assert key not in engine.get("/server_info", headers=right).text
         assert key not in engine.text
-    assert by_config.get("/v1/models", headers={"Authorization": "Bearer from-config"}).json()["data"][0]["id"] == "fine"
+    assert (
+        by_config.get("/v1/models", headers={"Authorization": "Bearer from-config"}).json()["data"][0]["id"] == "fine"
+    )
     # With an admin key only that one flushes.
     assert by_config.get("/flush_cache", headers={"Authorization": "Bearer from-config"}).status_code == 401
     assert by_config.get("/flush_cache", headers={"Authorization": "Bearer admin"}).status_code == 200

@@ -72,7 +72,10 @@ def test_a_half_alone_without_a_room_is_refused(pair: tuple[StandIn, StandIn]) -
 def test_a_decode_without_its_prefill_fails(pair: tuple[StandIn, StandIn]) -> None:
     _, decode = pair
     nowhere = {**body("x", 9), "bootstrap_port": free_port()}
-    for answer in (decode.post("/v1/chat/completions", nowhere), decode.post("/v1/chat/completions", {**nowhere, "stream": True})):
+    for answer in (
+        decode.post("/v1/chat/completions", nowhere),
+        decode.post("/v1/chat/completions", {**nowhere, "stream": True}),
+    ):
         assert answer.status_code == 500
         assert "transfer failed" in answer.json()["error"]["message"]
 

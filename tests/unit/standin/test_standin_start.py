@@ -59,9 +59,7 @@ def test_without_a_tree_it_ends_as_the_interpreter_does(start: Start) -> None:
     assert "ModuleNotFoundError: No module named 'sglang'" in engine.text
 
 
-def test_a_tree_in_the_working_directory_wins_over_pythonpath(
-    start: Start, tmp_path: Path, sglang_tree: Path
-) -> None:
+def test_a_tree_in_the_working_directory_wins_over_pythonpath(start: Start, tmp_path: Path, sglang_tree: Path) -> None:
     stray = tmp_path / "stray"
     stray.mkdir()
     (stray / "sglang").symlink_to(sglang_tree / "sglang")
@@ -69,9 +67,7 @@ def test_a_tree_in_the_working_directory_wins_over_pythonpath(
     assert engine.text.count(f"from {stray}/sglang") == 2  # both processes
 
 
-def test_an_empty_folder_does_not_hide_the_tree_on_pythonpath(
-    start: Start, tmp_path: Path, sglang_tree: Path
-) -> None:
+def test_an_empty_folder_does_not_hide_the_tree_on_pythonpath(start: Start, tmp_path: Path, sglang_tree: Path) -> None:
     (tmp_path / "work" / "sglang").mkdir(parents=True)
     engine = start(cwd=tmp_path / "work").wait_healthy()
     assert engine.text.count(f"from {sglang_tree}/sglang") == 2
@@ -100,7 +96,12 @@ def test_the_port_opens_late_and_answers_503_until_it_has_started(start: Start) 
     engine = start(settings={"start_s": 4.0, "listen_s": 2.0})
     assert engine.status() is None
     seen: list[int | None] = []
-    until("health 200", lambda: seen.append(engine.status()) or seen[-1] == 200)
+
+    def healthy() -> bool:
+        seen.append(engine.status())
+        return seen[-1] == 200
+
+    until("health 200", healthy)
     assert list(dict.fromkeys(seen)) == [None, 503, 200]
 
 
