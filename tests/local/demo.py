@@ -47,7 +47,7 @@ def demo(fleet: Fleet) -> int:
     healthy = ", ".join(f"{host} {outcome.dsv4[host]['healthy_after_s']:.1f} s" for host in workers)
     print(
         f"\ndemo: PASS time to healthy: {healthy}; requests served meanwhile: {load.tally.served}, "
-        f"requests lost: {load.tally.lost_count}; {time.monotonic() - began:.0f} s in all. `make down` removes the fleet"
+        f"requests lost: {load.tally.lost_count}; {time.monotonic() - began:.0f} s in all (`make down` ends it)"
     )
     return 0
 

@@ -67,10 +67,20 @@ class Outcome:
         return self.stats.get("changed", {}).get(host, 0)
 
 
+def _stats(events: list[Event]) -> dict[str, dict[str, int]]:
+    """Ansible's counts of hosts (ok, failures, dark, …); empty if the run ended without them."""
+    for event in reversed(events):
+        if event["event"] == "playbook_on_stats":
+            return {key: value for key, value in event["event_data"].items() if isinstance(value, dict)}
+    return {}
+
+
 def environment(settings: FleetSettings) -> dict[str, str]:
     """The environment in which any Ansible program works on this fleet."""
     return {
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+        # Ansible names shared connections by host name alone, and every fleet has a decode1.
+        "ANSIBLE_SSH_CONTROL_PATH_DIR": str(settings.control_directory),
         "ANSIBLE_FORCE_COLOR": "0",
         "ANSIBLE_NOCOLOR": "1",
         "DSV4_LOCAL_FLEET": settings.name,
@@ -133,7 +143,6 @@ def run_playbook(
             timeout=timeout,
         )
         stdout = runner.stdout.read()
-        stats = {key: value for key, value in (runner.stats or {}).items() if isinstance(value, dict)}
-        return Outcome(int(runner.rc), runner.status, stats, stdout, events)
+        return Outcome(int(runner.rc), runner.status, _stats(events), stdout, events)
     finally:
         shutil.rmtree(folder)

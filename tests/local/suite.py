@@ -1,0 +1,185 @@
+"""Every test, one after another, and one plain line at the end: what passed and what failed.
+
+``python -m tests.local.suite [lint | unit | faults | molecule …]`` runs the named parts; without a name, all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.local.fleet import Fleet
+from tests.local.playbook import environment
+from tests.local.podman import environment as podman_environment
+from tests.local.settings import CACHE, ROOT, FleetSettings, LocalError
+
+#: Fleets that tests bring up; removed before and after, unless DSV4_KEEP_FLEET is set.
+FLEETS = ("test", "molecule")
+REPORTS = CACHE / "reports"
+#: pytest's exit statuses for "all passed" and "some failed"; any other (no test found, a wrong call) is a failure.
+PYTEST_COUNTED = (0, 1)
+STEP_S = 2400
+
+
+@dataclass
+class Count:
+    """Tests that passed and tests that failed; an error is a failure."""
+
+    passed: int = 0
+    failed: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.passed + other.passed, self.failed + other.failed)
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed"
+
+
+def run_step(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run a program with its output shown, at most STEP_S seconds; its exit status, 124 when it took longer.
+
+    It runs in a process group of its own, which is ended whole: no test outlives its step.
+    """
+    print(f"\n== {' '.join(argv)}", flush=True)
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return process.wait(STEP_S)
+    except subprocess.TimeoutExpired:
+        print(f"found it still running after {STEP_S} s, ended it", flush=True)
+        return 124
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def command(name: str, *argv: str) -> Count:
+    """One program that passes with exit status 0."""
+    rc = run_step(argv)
+    print(f"{name}: {'passed' if rc == 0 else f'failed with status {rc}'}", flush=True)
+    return Count(passed=1) if rc == 0 else Count(failed=1)
+
+
+def counted(report: Path) -> Count:
+    """What a JUnit report counts. A skipped test is a failure: no test of this repository may be skipped."""
+    total = Count()
+    for suite in ET.parse(report).getroot().iter("testsuite"):
+        tests, bad = (
+            int(suite.get("tests", 0)),
+            sum(int(suite.get(key, 0)) for key in ("failures", "errors", "skipped")),
+        )
+        total += Count(tests - bad, bad)
+    return total
+
+
+def pytest_step(name: str, *arguments: str) -> Count:
+    """One run of pytest, counted by its report; a run without a test, or that breaks off, counts as one failure."""
+    report = REPORTS / f"{name}.xml"
+    report.unlink(missing_ok=True)
+    rc = run_step([sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments])
+    if rc not in PYTEST_COUNTED or not report.exists():
+        print(f"{name}: pytest ended with status {rc}, expected 0 or 1 and a report", flush=True)
+        return Count(failed=1)
+    count = counted(report)
+    if count.passed + count.failed == 0 or (rc == 1 and count.failed == 0):
+        return count + Count(failed=1)
+    return count
+
+
+def lint() -> Count:
+    """The linters over all that git tracks or would track."""
+    shell = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard", ".ci/run", "*.sh"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split("\0")  # fmt: skip
+    return (
+        command("ruff", "ruff", "check", ".")
+        + command("mypy", "mypy")
+        + command("yamllint", "yamllint", "--strict", ".")
+        + command("ansible-lint", "ansible-lint", "--offline")
+        + command("shellcheck", "shellcheck", "--severity=style", *[name for name in shell if name])
+    )
+
+
+def unit() -> Count:
+    """Tests that need no container."""
+    return pytest_step("unit", "tests", "--ignore=tests/faults")
+
+
+def faults() -> Count:
+    """Tests on one fleet of containers."""
+    return pytest_step("faults", "tests/faults")
+
+
+def molecule() -> Count:
+    """Every scenario of molecule, with one create and one destroy for all of them."""
+    if not (ROOT / "molecule").is_dir():
+        print("found no molecule/, expected its scenarios", flush=True)
+        return Count(failed=1)
+    count = command("molecule", "molecule", "test", "--all")
+    if count.failed:  # a failed scenario leaves its containers
+        command("molecule destroy", "molecule", "destroy", "--all")
+    return count
+
+
+PARTS: dict[str, Callable[[], Count]] = {"lint": lint, "unit": unit, "faults": faults, "molecule": molecule}
+WITH_CONTAINERS = ("faults", "molecule")
+
+
+def remove_fleets() -> None:
+    """Remove what an interrupted run has left."""
+    if not os.environ.get("DSV4_KEEP_FLEET") and shutil.which("podman"):
+        for name in FLEETS:
+            Fleet(FleetSettings(name=name)).down(take_over=bool(os.environ.get("CI")))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts; exit status 0 if something ran and nothing failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.local.suite", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="which parts (default: all)")
+    parts = parser.parse_args(arguments).parts or list(PARTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is started is also ended
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    os.environ.pop("DSV4_LOCAL_FLEET", None)  # an operator's own choice is not the tests'
+    os.environ.update(
+        {name: value for name, value in environment(FleetSettings()).items() if name in ("PATH", "LC_ALL")}
+    )
+    total, times = Count(), {}
+    containers = any(part in WITH_CONTAINERS for part in parts)
+    try:
+        if containers:
+            os.environ.update(podman_environment())
+            remove_fleets()
+        for part in parts:
+            began = time.monotonic()
+            count = PARTS[part]()
+            times[part] = f"{part}: {count} in {time.monotonic() - began:.0f} s"
+            total += count
+    except LocalError as error:
+        print(f"tests: {error}", file=sys.stderr)
+        total += Count(failed=1)
+    finally:
+        if containers:
+            remove_fleets()
+    print("\n" + "\n".join(times.values()))
+    print(total, flush=True)
+    return 0 if total.failed == 0 and total.passed > 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
