@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "collections/ansible_collections/dsv4/fleet/plugins/module_utils"))
 
-from loopback import FakeRouter, Server, free_port  # noqa: E402 - the path above comes first
-from units import ControlGroup  # noqa: E402 - likewise
+from tests.unit.agent_observation.loopback import FakeRouter, Server, free_port
+from tests.unit.agent_observation.units import ControlGroup
 
 
 @pytest.fixture
@@ -19,8 +20,8 @@ def server() -> Iterator[Callable[..., Server]]:
     """Starts loopback HTTP servers that end with the test."""
     started: list[Server] = []
 
-    def start(*arguments: object, **options: object) -> Server:
-        one = Server(*arguments, **options)  # type: ignore[arg-type] - passed through
+    def start(*arguments: Any, **options: Any) -> Server:
+        one = Server(*arguments, **options)
         started.append(one)
         return one
 

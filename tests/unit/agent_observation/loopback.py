@@ -83,6 +83,9 @@ class Server:
             daemon_threads = True
             block_on_close = False
 
+            def handle_error(self, *_: Any) -> None:
+                """A client that leaves at its deadline is no error of the server's."""
+
         self._server = Listener((host, port), Handler)
         self.host, self.port = host, int(self._server.server_address[1])
         self.url = f"http://{'[' + host + ']' if ':' in host else host}:{self.port}"
@@ -90,10 +93,6 @@ class Server:
 
     def paths(self, method: str | None = None) -> list[str]:
         return [one.path for one in self.requests if method in (None, one.method)]
-
-    def hang(self, seconds: float = 60.0) -> None:
-        """For an answer that does not come before the server closes."""
-        self.closing.wait(seconds)
 
     def close(self) -> None:
         if not self.closing.is_set():
@@ -105,7 +104,7 @@ class Server:
 class RawServer:
     """Hands each accepted connection to a function: for servers that do not keep to HTTP."""
 
-    def __init__(self, serve: Callable[[socket.socket, threading.Event], None]) -> None:
+    def __init__(self, serve: Callable[[socket.socket, threading.Event], Any]) -> None:
         self.closing = threading.Event()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._socket.getsockname()[1])
@@ -160,7 +159,7 @@ class Engine(Server):
 class FakeRouter(Server):
     """sglang-router 0.3.2 as facts say: asynchronous adds and removals, ids that change, keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.key: str | None = None
         self.listed: dict[str, dict[str, Any]] = {}
         self.add_healthy = True
@@ -169,7 +168,7 @@ class FakeRouter(Server):
         self.models = Reply(json=MODELS)
         self.chat: Answer = lambda _: chat_reply()
         self.after_delete: Callable[[], None] = lambda: None
-        super().__init__(self._route)
+        super().__init__(self._route, port=port)
 
     def add(self, url: str, role: str, healthy: bool = True, bootstrap_port: int | None = None) -> None:
         number = str(uuid.uuid4())

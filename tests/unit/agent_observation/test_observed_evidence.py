@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from agent import evidence, paths, redaction
-from loopback import free_port
-from units import ControlGroup, FakeUnit, wait_for
+
+from tests.unit.agent_observation.loopback import free_port
+from tests.unit.agent_observation.units import ControlGroup, FakeUnit, wait_for
 
 SECRETS = {"HF_TOKEN": "hush-1", "OPENAI_API_KEY": "hush-2", "DB_PASSWORD": "hush-3", "MY_SECRET_VALUE": "hush-4"}
 
@@ -35,7 +36,11 @@ def programs(tmp_path: Path, group: ControlGroup, monkeypatch: pytest.MonkeyPatc
 def test_evidence_is_whole_and_holds_no_secret(programs: Path, group: ControlGroup, tmp_path: Path) -> None:
     unit = FakeUnit(tmp_path, group, free_port())
     unit.environment.update(SECRETS)
-    unit.set(children=[{"argv": [sys.executable, "-c", "import time; time.sleep(60)", "--api-key", "hush-7", "--tokens", "9"]}])
+    unit.set(
+        children=[
+            {"argv": [sys.executable, "-c", "import time; time.sleep(60)", "--api-key", "hush-7", "--tokens", "9"]}
+        ]
+    )
     unit.start()
     try:
         wait_for(lambda: len(group.pids()) == 2 and list((tmp_path / "run").rglob("*.json")))

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent import gate, paths, proc
+from agent import engine, gate, paths, proc
+from agent.errors import AgentError
 from agent.gate import GateRefused
-from loopback import Engine, FakeRouter, free_port
-from units import ENGINE, FLAG, STATE, ControlGroup, FakeUnit, wait_for
+
+from tests.unit.agent_observation.loopback import Engine, FakeRouter, free_port
+from tests.unit.agent_observation.units import ENGINE, FLAG, STATE, ControlGroup, FakeUnit, wait_for
 
 LIMITS = {"gate_s": 20, "soak_s": 0.2, "consecutive": 2, "probe_s": 5, "router_s": 5, "min_admitted": 1}
-GENERATION = {"prompt": "2+2?", "expect": r"\b4\b", "max_tokens": 8}
+GENERATION: dict[str, Any] = {"prompt": "2+2?", "expect": r"\b4\b", "max_tokens": 8}
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_a_crash_loop_is_refused_at_once(unit: FakeUnit) -> None:
     unit.set(health="exit")
     unit.start()
     started = time.monotonic()
-    reason = refused(unit, "crash loop", gate_s=60)
+    reason = refused(unit, "200, then dead; crash loop", gate_s=60)
     assert "NRestarts 0 → 1" in reason
     assert time.monotonic() - started < 20
 
@@ -264,7 +266,7 @@ def test_a_probe_longer_than_the_deadline_ends_with_it(unit: FakeUnit) -> None:
 
 def test_one_probe_in_flight_at_a_time(unit: FakeUnit, monkeypatch: pytest.MonkeyPatch) -> None:
     flying: list[int] = []
-    real = gate.engine.Worker.health
+    real = engine.Worker.health
 
     def health(self: Any, timeout_s: float) -> Any:
         flying.append(1)
@@ -273,7 +275,7 @@ def test_one_probe_in_flight_at_a_time(unit: FakeUnit, monkeypatch: pytest.Monke
         flying.pop()
         return found
 
-    monkeypatch.setattr(gate.engine.Worker, "health", health)
+    monkeypatch.setattr(engine.Worker, "health", health)
     unit.start()
     assert prove(unit)
 
@@ -289,7 +291,7 @@ def test_proxy_variables_do_not_matter(unit: FakeUnit, monkeypatch: pytest.Monke
 def test_a_name_is_no_probe_address(unit: FakeUnit) -> None:
     """C3: localhost may be ::1 while the server listens on IPv4."""
     unit.start()
-    with pytest.raises(gate.AgentError, match="literal address"):
+    with pytest.raises(AgentError, match="literal address"):
         prove(unit, worker=unit.worker(host="localhost"))
 
 
@@ -304,7 +306,7 @@ def test_dead_after_its_200(unit: FakeUnit) -> None:
     unit.restart = False
     unit.set(dies_after=1.5)
     unit.start()
-    refused(unit, "the server died", soak_s=5)
+    refused(unit, "200, then dead; the server died", soak_s=5)
 
 
 def test_health_that_goes_during_the_soak(unit: FakeUnit) -> None:
@@ -381,6 +383,15 @@ def test_a_spawned_engine_process_without_passport(unit: FakeUnit, title: str) -
     assert "spawn_main" in refused(unit, "no passport")
 
 
+def test_a_child_that_comes_and_goes_needs_no_passport(unit: FakeUnit) -> None:
+    """Between fork and exec a child has its parent's command line."""
+    command = spawned("from multiprocessing.spawn import spawn_main; spawn_main()")["argv"]
+    brief = {"argv": [*command[:2], command[2].replace("120", "0.8")]}
+    unit.set(children=[brief])
+    unit.start()
+    assert prove(unit)["passports"] == 1
+
+
 def test_a_resource_tracker_needs_no_passport(unit: FakeUnit) -> None:
     unit.set(children=[spawned("from multiprocessing.resource_tracker import main;main(4)")])
     unit.start()
@@ -429,6 +440,19 @@ def test_an_environment_that_was_written_over(unit: FakeUnit) -> None:
     unit.set(children=[child])
     unit.start()
     assert "SPT_NOENV" in refused(unit, "DSV4_FLEET_STATE=None")
+
+
+def test_the_state_of_another_script(unit: FakeUnit) -> None:
+    unit.environment["DSV4_FLEET_STATE"] = "c" * 64
+    unit.start()
+    assert f"found DSV4_FLEET_STATE={'c' * 64}, expected '{STATE}'" in refused(unit, "environment of")
+
+
+def test_a_wrong_environment_is_refused_before_health(unit: FakeUnit) -> None:
+    unit.environment["SGLANG_DSV4_TRITON_INDEXER"] = "0"
+    unit.set(delay=60)
+    unit.start()
+    refused(unit, "SGLANG_DSV4_TRITON_INDEXER=0, which nobody asked for", gate_s=30)
 
 
 def test_an_extra_flag_is_named(unit: FakeUnit) -> None:

@@ -6,10 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from agent import http
-from loopback import RawServer, Reply, Request, Server
+
+from tests.unit.agent_observation.loopback import RawServer, Reply, Request, Server
 
 Start = Callable[..., Server]
 
@@ -51,7 +53,9 @@ def test_answer_is_whole_and_request_says_what_it_was_told(server: Start) -> Non
 
 
 def test_redirect_is_a_result_and_is_not_followed(server: Start) -> None:
-    one = server(lambda request: Reply(302, headers={"Location": "/login"}) if request.path == "/health" else Reply(200))
+    one = server(
+        lambda request: Reply(302, headers={"Location": "/login"}) if request.path == "/health" else Reply(200)
+    )
     assert http.request("GET", one.host, one.port, "/health", timeout_s=10).status == 302
     assert one.paths() == ["/health"]
 
@@ -87,7 +91,7 @@ def test_a_server_that_drips_cannot_stretch_the_deadline(
 
 
 def test_a_peer_that_reads_nothing_cannot_stretch_the_deadline(raw: Callable[..., RawServer]) -> None:
-    one = raw(lambda _, closing: None if closing.wait(60) else None)
+    one = raw(lambda _, closing: closing.wait(60))
     started = time.monotonic()
     with pytest.raises(http.RequestError) as caught:
         http.request("POST", "127.0.0.1", one.port, "/", timeout_s=0.6, body="x" * (32 << 20))
@@ -99,10 +103,10 @@ def test_a_resolver_that_hangs_cannot_stretch_the_deadline(monkeypatch: pytest.M
     real = socket.getaddrinfo
     release = threading.Event()
 
-    def slow(*arguments: object, **options: object) -> object:
+    def slow(*arguments: Any, **options: Any) -> Any:
         if options.get("flags") == 0:
             release.wait(30)
-        return real(*arguments, **options)  # type: ignore[arg-type] - passed through
+        return real(*arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     started = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from agent import router
 from agent.router import DrainRefused, Router, RouterError
-from loopback import Engine, FakeRouter, Reply, Request, chat_reply
+
+from tests.unit.agent_observation.loopback import Engine, FakeRouter, Reply, Request, chat_reply
 
 LIMITS = {"drain_s": 5, "probe_s": 5, "router_s": 3, "min_admitted": 1}
 NewRouter = Callable[[], FakeRouter]
@@ -60,7 +62,9 @@ def listing(new: NewRouter, engine: Engine, others: int = 1) -> FakeRouter:
 
 
 def drain(engine: Engine, *routers: FakeRouter, say: Said | None = None, **limits: Any) -> router.DrainResult:
-    return router.drain(worker(engine, *routers), secrets(*routers), {**LIMITS, **limits}, Said() if say is None else say)
+    return router.drain(
+        worker(engine, *routers), secrets(*routers), {**LIMITS, **limits}, Said() if say is None else say
+    )
 
 
 def admit(engine: Engine, *routers: FakeRouter, **changed: Any) -> list[str]:
@@ -161,7 +165,9 @@ def test_another_worker_that_goes_meanwhile_puts_this_one_back(fake_router: NewR
     assert engine.url in second.urls()
 
 
-def test_a_router_that_keeps_listing_it(fake_router: NewRouter, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_keeps_listing_it(
+    fake_router: NewRouter, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Router.remove, "__defaults__", (0.5,))
     first, second = listing(fake_router, engine), listing(fake_router, engine)
     second.ignores_delete = True
@@ -224,9 +230,7 @@ def test_a_worker_that_no_router_lists_needs_no_peers(fake_router: NewRouter, en
     assert one.paths("DELETE") == []
 
 
-def test_an_unreachable_router_refuses_before_anything(
-    fake_router: NewRouter, engine: Engine, dead_port: int
-) -> None:
+def test_an_unreachable_router_refuses_before_anything(fake_router: NewRouter, engine: Engine, dead_port: int) -> None:
     one = listing(fake_router, engine)
     described = worker(engine, one)
     described["routers"].append({"url": f"http://127.0.0.1:{dead_port}", "metrics_url": None})
@@ -334,9 +338,29 @@ def test_router_lost_between_drain_and_admit(fake_router: NewRouter, engine: Eng
         admit(engine, one)
 
 
-def test_second_router_lost_withdraws_from_the_first(
-    fake_router: NewRouter, engine: Engine, dead_port: int
-) -> None:
+def test_router_that_restarts_between_drain_and_admit_is_waited_for(fake_router: NewRouter, engine: Engine) -> None:
+    """A router's restart lists its command-line workers again, some seconds later."""
+    one = listing(fake_router, engine)
+    drain(engine, one)
+    one.close()
+    again: list[FakeRouter] = []
+
+    def restart() -> None:
+        again.append(FakeRouter(port=one.port))
+        again[0].add(engine.url, "decode")
+        again[0].add("http://prefill1.example.internal:30000", "prefill", bootstrap_port=8998)
+
+    timer = threading.Timer(0.7, restart)
+    timer.start()
+    try:
+        assert admit(engine, one) == []
+        assert again[0].paths("POST") == ["/v1/chat/completions"]
+    finally:
+        timer.join()
+        again[0].close()
+
+
+def test_second_router_lost_withdraws_from_the_first(fake_router: NewRouter, engine: Engine, dead_port: int) -> None:
     one = without(fake_router)
     described = worker(engine, one)
     described["routers"].append({"url": f"http://127.0.0.1:{dead_port}", "metrics_url": None})
@@ -349,7 +373,7 @@ def test_request_through_the_router_fails(fake_router: NewRouter, engine: Engine
     """F8: both sides are healthy, but nothing comes through any more."""
     one = without(fake_router)
     one.chat = lambda _: Reply(500, body=b"kv transfer")
-    with pytest.raises(RouterError, match="a request through it failed.*kv transfer"):
+    with pytest.raises(RouterError, match=r"a request through it failed.*kv transfer"):
         admit(engine, one)
     assert engine.url not in one.urls()
 
@@ -369,9 +393,7 @@ def test_models_route_fails(fake_router: NewRouter, engine: Engine) -> None:
         admit(engine, one)
 
 
-def test_without_the_other_role_no_request_is_possible_and_that_is_said(
-    fake_router: NewRouter, engine: Engine
-) -> None:
+def test_without_the_other_role_no_request_is_possible_and_that_is_said(fake_router: NewRouter, engine: Engine) -> None:
     one = fake_router()
     (note,) = admit(engine, one)
     assert "it has no healthy prefill worker" in note

@@ -177,7 +177,7 @@ class FakeUnit:
             invocation=self.invocation,
             restarts=self.restarts,
             exec_start=self.exec_start
-            or f"{{ path=/bin/bash ; argv[]=/bin/bash {self.script} ; ignore_errors=no ; pid=0 ; code=(null) ; status=0/0 }}",
+            or f"{{ path=/bin/bash ; argv[]=/bin/bash {self.script} ; ignore_errors=no ; pid=0 ; status=0/0 }}",
             user="",
             cgroup=self.group.name,
             result="success" if active == "active" else "exit-code",

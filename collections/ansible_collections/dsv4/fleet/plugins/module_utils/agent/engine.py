@@ -48,8 +48,8 @@ class Worker:
             ipaddress.ip_address(host.partition("%")[0])
         except ValueError as error:
             raise AgentError(
-                f"found probe address {host!r}, expected a literal address such as 127.0.0.1 or ::1; set the "
-                "worker's host so"
+                f"found probe address {host!r}, expected a literal address such as 127.0.0.1 or ::1; set the worker's "
+                "host so"
             ) from error
         self.host, self.port, self.api_key = host, port, api_key or None
 
@@ -61,30 +61,18 @@ class Worker:
             return None, str(error)
         return answer.status, None
 
-    def refuses(self, timeout_s: float) -> bool:
-        """Does nothing listen here at all?"""
-        try:
-            http.request("GET", self.host, self.port, "/health", timeout_s=timeout_s)
-        except http.RequestError as error:
-            return error.kind == "refused"
-        return False
-
     def loads(self, timeout_s: float) -> int:
         """Requests that run or wait, those in the queues of prefill and decode included. 0 is idle.
 
         Raises ProbeError; an answer without the numbers is no answer.
         """
         try:
-            answer = http.request(
-                "GET", self.host, self.port, "/v1/loads", timeout_s=timeout_s, key=self.api_key
-            )
+            answer = http.request("GET", self.host, self.port, "/v1/loads", timeout_s=timeout_s, key=self.api_key)
             body = answer.json() if answer.status == 200 else None
         except http.RequestError as error:
             raise ProbeError(error.kind, str(error)) from error
         if answer.status != 200:
-            raise ProbeError(
-                "status", f"found status {answer.status} of /v1/loads: {_brief(answer)}, expected 200"
-            )
+            raise ProbeError("status", f"found status {answer.status} of /v1/loads: {_brief(answer)}, expected 200")
         ranks = body.get("loads") if isinstance(body, dict) else None
         if not isinstance(ranks, list) or not ranks:
             raise ProbeError("protocol", f"found no loads in the answer of /v1/loads: {_brief(answer)}")
@@ -120,9 +108,7 @@ class Worker:
         thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
         if not answer.ok and side and not side[0].ok and side[0].error:
             text = f"{answer.error}; and the prefill side: {side[0].error}"
-            return Generation(
-                False, answer.text, answer.status, text, answer.final or side[0].final, answer.ms
-            )
+            return Generation(False, answer.text, answer.status, text, answer.final or side[0].final, answer.ms)
         return answer
 
 
@@ -144,9 +130,7 @@ def ask(
     started = time.monotonic()
 
     def end(status: int | None, error: str | None, text: str = "", final: bool = False) -> Generation:
-        return Generation(
-            error is None, text, status, error, final, round((time.monotonic() - started) * 1000)
-        )
+        return Generation(error is None, text, status, error, final, round((time.monotonic() - started) * 1000))
 
     try:
         answer = http.request(
@@ -154,9 +138,7 @@ def ask(
         )
         if answer.status != 200:
             final = 400 <= answer.status < 500 and answer.status not in _NOT_NOW
-            return end(
-                answer.status, f"found status {answer.status}: {_brief(answer)}, expected 200", final=final
-            )
+            return end(answer.status, f"found status {answer.status}: {_brief(answer)}, expected 200", final=final)
         content = answer.json()
     except http.RequestError as error:
         return end(None, str(error))

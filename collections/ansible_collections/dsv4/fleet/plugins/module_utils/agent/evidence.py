@@ -22,9 +22,7 @@ def collect(worker: dict[str, Any], directory: str, since: float) -> list[str]:
     os.makedirs(directory, mode=0o700, exist_ok=True)
     unit = worker["unit"]
     shown = _run(["systemctl", "show", "--no-pager", unit])
-    group = next(
-        (line.partition("=")[2] for line in shown.splitlines() if line.startswith("ControlGroup=")), ""
-    )
+    group = next((line.partition("=")[2] for line in shown.splitlines() if line.startswith("ControlGroup=")), "")
     log = ["journalctl", "--no-pager", "-o", "short-iso-precise", f"--since=@{since:.0f}"]
     parts = {
         "journal.txt": redaction.text(_run([*log, "-n", str(_JOURNAL_LINES), "-u", unit])),
@@ -58,9 +56,7 @@ def _process(process: proc.Process) -> dict[str, Any]:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=30, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{' '.join(command)}: {error}\n"
     return done.stdout + done.stderr

@@ -19,6 +19,7 @@ from .errors import AgentError
 POLL_S = 0.5
 LOOK_S = 1.0  # between looks during the soak
 SETTLE_S = 10.0  # how long a process may take from its start to its passport once /health is 200
+_NOTHING = "nothing yet"
 _FLAGS = ("SGLANG_", "SGL_")
 _RECORDED = ("SGLANG_", "SGL_", "DSV4_", "PYTHON", "SPT_")
 
@@ -60,9 +61,7 @@ def gate(
     recorded `environment` and `arguments` of a hand-made start. `before` is the old process
     (`invocation`, `main_pid`, `start_time`), None if there was none. `show` asks systemd for a unit.
     """
-    return _Gate(
-        worker, expect, before, limits, generation, secrets, say, show or systemd.Systemd().show
-    ).run()
+    return _Gate(worker, expect, before, limits, generation, secrets, say, show or systemd.Systemd().show).run()
 
 
 class _Gate:
@@ -88,7 +87,8 @@ class _Gate:
         self.deadline = self.started + self.gate_s
         self.probes = 0
         self.restarts: int | None = None
-        self.seen = "nothing yet"
+        self.seen = _NOTHING
+        self.was_healthy = False
         self.notes: list[str] = []
 
     def run(self) -> dict[str, Any]:
@@ -100,9 +100,7 @@ class _Gate:
         stamps = self._passports() if not self.baseline else []
         armed = passports.armed(stamps, self.expect.get("flags") or {})
         self.notes += [
-            f"{name} is live, but no instrument of it is in the release"
-            for name, what in armed.items()
-            if not what
+            f"{name} is live, but no instrument of it is in the release" for name, what in armed.items() if not what
         ]
         return {
             "main_pid": instance.main_pid,
@@ -139,7 +137,7 @@ class _Gate:
                     continue
                 streak = 0
                 if status != 200:
-                    self.seen = _health_words(status, error)
+                    self._saw(_health_words(status, error), status)
             if self.seen != told:
                 self.say(f"waiting: {self.seen}")
                 told = self.seen
@@ -155,16 +153,17 @@ class _Gate:
             self.restarts = restarts
         active, sub = shown.active, shown.sub
         end = f"exit {shown.main_code}/{shown.main_status}, result {shown.result}"
+        how = "200, then dead; " if self.was_healthy else ""
         if restarts > self.restarts or sub.startswith("auto-restart"):
             raise GateRefused(
-                f"crash loop: {self.unit} died and systemd started it again (NRestarts {self.restarts} → "
-                f"{restarts}, now {active}/{sub}, {end}); last seen: {self.seen}; expected one start that "
-                "stays up; read its journal"
+                f"{how}crash loop: {self.unit} died and systemd starts it again (NRestarts {self.restarts} → "
+                f"{restarts}, now {active}/{sub}, {end}); last seen: {self.seen}; expected one start that stays up; "
+                "read its journal"
             )
         if active in ("failed", "inactive", "deactivating"):
             raise GateRefused(
-                f"the server died: {self.unit} is {active}/{sub} ({end}); last seen: {self.seen}; expected "
-                "it active; read its journal"
+                f"{how}the server died: {self.unit} is {active}/{sub} ({end}); last seen: {self.seen}; expected it "
+                "active; read its journal"
             )
         main = proc.process(shown.main_pid) if shown.main_pid else None
         if main is None or main.state in "ZX":
@@ -176,6 +175,8 @@ class _Gate:
         self._no_rival(members)
         if not self.baseline:
             self._no_wrapper(main, members)
+            if main.is_python and main.environ:  # no need to wait for a start that cannot be right
+                self._environment(main)
             for stamp in self._passports():
                 self._agrees(stamp, members)
         return instance
@@ -183,23 +184,20 @@ class _Gate:
     def _unit_is_ours(self, shown: systemd.Unit) -> None:
         if shown.load != "loaded":
             raise GateRefused(
-                f"wrong unit: {self.unit} is {shown.load!r}, expected a loaded unit that runs "
-                f"{self.worker['script']}; check the worker's unit name"
+                f"wrong unit: {self.unit} is {shown.load!r}, expected a loaded unit that runs {self.worker['script']}; "
+                "check the worker's unit name"
             )
         if shown.need_daemon_reload:
             raise GateRefused(
-                f"{self.unit}: its file {shown.fragment} was changed after systemd read it, expected systemd "
-                "to run the file on disk; run systemctl daemon-reload"
+                f"{self.unit}: its file {shown.fragment} was changed after systemd read it, expected systemd to run "
+                "the file on disk; run systemctl daemon-reload"
             )
         script = self.worker["script"]
         run = _started_by(shown.exec_start)
-        if not any(
-            os.path.realpath(word) == os.path.realpath(script) for word in run if word.startswith("/")
-        ):
+        if not any(os.path.realpath(word) == os.path.realpath(script) for word in run if word.startswith("/")):
             raise GateRefused(
-                f"wrong script: {self.unit} ({shown.fragment}) starts {' '.join(run) or 'nothing'}, expected "
-                f"it to start {script}; check the worker's unit and script: what was switched is not what "
-                "this unit runs"
+                f"wrong script: {self.unit} ({shown.fragment}) starts {' '.join(run) or 'nothing'}, expected it to "
+                f"start {script}; check the worker's unit and script: what was switched is not what this unit runs"
             )
 
     def _is_new(self, instance: Instance) -> None:
@@ -212,8 +210,8 @@ class _Gate:
         if same_process or (instance.invocation and instance.invocation == self.before.get("invocation")):
             raise GateRefused(
                 f"not restarted: {self.unit} still runs process {instance.main_pid} of invocation "
-                f"{instance.invocation}, expected a new process and a new InvocationID; stop it and look why "
-                "it did not go"
+                f"{instance.invocation}, expected a new process and a new InvocationID; stop it and look why it did "
+                "not go"
             )
 
     def _no_rival(self, members: list[proc.Process]) -> None:
@@ -225,22 +223,25 @@ class _Gate:
                 if rival is None:
                     continue
                 group = proc.cgroup(pid)
-                unit = os.path.basename(group) or "no unit"
+                units = [part for part in group.split("/") if part.endswith((".service", ".scope"))]
+                unit = units[-1] if units else "of no unit"
                 raise GateRefused(
-                    f"another process keeps the port: {self.server.host}:{self.port} is served by {rival} in "
-                    f"{group} ({unit}), expected a process of {self.unit}; it is a left-over of an earlier "
-                    "start or another unit's server: stop that one"
+                    f"another process keeps the port: {self.server.host}:{self.port} is served by {rival} in {group} "
+                    f"({unit}), expected a process of {self.unit}; it is a left-over of an earlier start or another "
+                    "unit's server: stop that one"
                 )
 
     def _no_wrapper(self, main: proc.Process, members: list[proc.Process]) -> None:
         """The script must have become the server: a shell that waits keeps systemd's signals to itself."""
         if main.is_shell:
-            child = next((one for one in members if one.is_engine and one.pid != main.pid), None)
+            serving = set(proc.listener(self.port, self.server.host))
+            children = [one for one in members if one.pid != main.pid]
+            child = next((one for one in children if one.is_engine or one.pid in serving), None)
             again = proc.process(main.pid)  # it may have become the server since it was looked at
             if child is not None and again is not None and again.is_shell:
                 raise GateRefused(
-                    f"wrapper without exec: the main process of {self.unit} is {main}, and the server is its "
-                    f"child {child}; expected the server as main process; end {self.worker['script']} in exec"
+                    f"wrapper without exec: the main process of {self.unit} is {main}, and the server is its child "
+                    f"{child}; expected the server as main process; end {self.worker['script']} in exec"
                 )
 
     # -- health
@@ -248,7 +249,9 @@ class _Gate:
     def _probe(self) -> tuple[int | None, str | None]:
         self._check_time()
         self.probes += 1
-        return self.server.health(min(float(self.limits["probe_s"]), self._left()))
+        status, error = self.server.health(min(float(self.limits["probe_s"]), self._left()))
+        self.was_healthy = self.was_healthy or status == 200
+        return status, error
 
     def _listens(self, instance: Instance) -> bool:
         """Does the unit itself hold the port? (That nobody else does, _look has seen.)"""
@@ -265,37 +268,41 @@ class _Gate:
         if self.baseline:
             self._is_baseline(instance)
             return 0
-        until = min(self.deadline, time.monotonic() + SETTLE_S)
+        since: dict[tuple[int, int], float] = {}
         while True:
             members = proc.processes_of(self.show(self.unit).cgroup)
             stamps = self._passports()
             for stamp in stamps:
                 self._agrees(stamp, members)
-            have = {stamp["pid"] for stamp in stamps}
-            without = [
-                one
-                for one in members
-                if one.pid not in have and (one.is_engine or one.pid == instance.main_pid)
-            ]
-            without = [one for one in without if proc.start_time(one.pid) == one.start_time]
+            without = self._without_passport(instance, members, stamps)
             if not without:
                 break
-            if time.monotonic() >= until:
-                raise GateRefused(
-                    f"no passport: {without[0]} of {self.unit} wrote none into {paths.passports(self.unit)}, "
-                    f"expected one of each engine process ({len(without)} without); the line in its "
-                    "sglang/srt/environ.py did not run: either it imported sglang from another tree, or the "
-                    "release lacks the line, or it could not write there (see its journal)"
-                )
+            for one in without:
+                # Between fork and exec a child looks like its parent: only one that stays counts.
+                if time.monotonic() - since.setdefault((one.pid, one.start_time), time.monotonic()) >= SETTLE_S:
+                    raise GateRefused(
+                        f"no passport: {one} of {self.unit} wrote none into {paths.passports(self.unit)}, expected one "
+                        f"of each engine process ({len(without)} without); the line in its sglang/srt/environ.py did "
+                        "not run: either it imported sglang from another tree, or the release lacks the line, or it "
+                        "could not write there (see its journal)"
+                    )
+            self._check_time()
             time.sleep(POLL_S)
         main = next((one for one in members if one.pid == instance.main_pid), None)
         if main is None:
-            raise GateRefused(
-                f"the server died: process {instance.main_pid} of {self.unit} is gone; read its journal"
-            )
-        self._environment(main, members)
+            raise GateRefused(f"the server died: process {instance.main_pid} of {self.unit} is gone; read its journal")
+        self._environment(main)
+        self._states(instance)
         self._arguments(main)
         return len(stamps)
+
+    def _without_passport(
+        self, instance: Instance, members: list[proc.Process], stamps: list[dict[str, Any]]
+    ) -> list[proc.Process]:
+        """The live engine processes of the unit that wrote no passport."""
+        have = {stamp["pid"] for stamp in stamps}
+        wanted = (one for one in members if one.is_engine or one.pid == instance.main_pid)
+        return [one for one in wanted if one.pid not in have and proc.start_time(one.pid) == one.start_time]
 
     def _passports(self) -> list[dict[str, Any]]:
         return passports.read(paths.passports(self.unit))
@@ -305,54 +312,56 @@ class _Gate:
         if not wrong:
             return
         outside = (
-            ""
-            if any(one.pid == stamp["pid"] for one in members)
-            else f" (it is not in {self.unit}'s control group)"
+            "" if any(one.pid == stamp["pid"] for one in members) else f" (it is not in {self.unit}'s control group)"
         )
         raise GateRefused("; ".join(wrong) + outside)
 
-    def _environment(self, main: proc.Process, members: list[proc.Process]) -> None:
-        """The state in each Python process of the unit, and exactly the wanted flags in the main one."""
+    def _states(self, instance: Instance) -> None:
+        """The wanted state in the environment of each Python process of the unit."""
         state = self.expect["state"]
-        for one in members:
-            if not one.is_python or proc.start_time(one.pid) != one.start_time:
-                continue
-            found = one.environ.get("DSV4_FLEET_STATE")
-            if found != state:
-                hint = (
-                    "its environment cannot be read there: a process title was written over it, and "
-                    "SPT_NOENV=1 was not in "
-                    "force" if "DSV4_FLEET_STATE" not in one.environ else "it was started from another script"
-                )  # fmt: skip
-                raise GateRefused(f"state of {one}: found DSV4_FLEET_STATE={found}, expected {state}; {hint}")
-        secret = self.secrets.get("env") or {}
-        wrong = _differences(main.environ, self.expect.get("environment") or {}, _FLAGS, secret)
+        for patience in (True, False):
+            members = proc.processes_of(self.show(self.unit).cgroup)
+            wrong = [one for one in members if one.is_python and one.environ.get("DSV4_FLEET_STATE") != state]
+            wrong = [one for one in wrong if proc.start_time(one.pid) == one.start_time]
+            if not wrong:
+                return
+            if patience:  # within an exec a process has no environment for a moment
+                time.sleep(POLL_S)
+        found = wrong[0].environ.get("DSV4_FLEET_STATE")
+        hint = "it was started from another script"
+        if found is None:
+            hint = (
+                "either it was started with a cleared environment, or a process title was written over it and "
+                "SPT_NOENV=1 was not in force"
+            )
+        raise GateRefused(f"state of {wrong[0]}: found DSV4_FLEET_STATE={found}, expected {state}; {hint}")
+
+    def _environment(self, main: proc.Process) -> None:
+        """Exactly the wanted variables in the main process, whose environment nothing adds to later."""
+        wanted = {**(self.expect.get("environment") or {}), "DSV4_FLEET_STATE": self.expect["state"]}
+        wrong = _differences(main.environ, wanted, _FLAGS, self.secrets.get("env") or {})
         if wrong:
             raise GateRefused(
-                f"environment of {main}: {'; '.join(wrong)}; look into the unit's Environment=, "
-                "EnvironmentFile= and drop-ins"
+                f"environment of {main}: {'; '.join(wrong)}; look into the unit's Environment=, EnvironmentFile= and "
+                "drop-ins, and whether it starts the wanted script"
             )
 
     def _arguments(self, main: proc.Process) -> None:
         wanted = self.expect.get("arguments")
         if wanted and not _same_command(main.cmdline, wanted):
             raise GateRefused(
-                f"arguments: the main process runs {_shown(main.cmdline)!r}, expected {_shown(wanted)!r}; "
-                f"check what {self.worker['script']} executes"
+                f"arguments: the main process runs {_shown(main.cmdline)!r}, expected {_shown(wanted)!r}; check what "
+                f"{self.worker['script']} executes"
             )
 
     def _is_baseline(self, instance: Instance) -> None:
         """A hand-made start has no passports: its environment and command line must be the recorded ones."""
         main = proc.process(instance.main_pid)
         if main is None:
-            raise GateRefused(
-                f"the server died: process {instance.main_pid} of {self.unit} is gone; read its journal"
-            )
+            raise GateRefused(f"the server died: process {instance.main_pid} of {self.unit} is gone; read its journal")
         recorded, arguments = self.expect.get("environment"), self.expect.get("arguments")
         if recorded is None or arguments is None:
-            self.notes.append(
-                "baseline: nothing ran at first contact, so there is no process to compare this one with"
-            )
+            self.notes.append("baseline: nothing ran at first contact, so there is no process to compare this one with")
             return
         # Secret values were not recorded, so they cannot be compared.
         found = {name: value for name, value in main.environ.items() if not states.secret_name(name)}
@@ -361,12 +370,11 @@ class _Gate:
             wrong.append(f"found command line {_shown(main.cmdline)!r}, expected {_shown(arguments)!r}")
         if wrong:
             raise GateRefused(
-                f"baseline: {main} is not as it was recorded at first contact: {'; '.join(wrong)}; compare "
-                "the script and the unit with the baseline that is kept"
+                f"baseline: {main} is not as it was recorded at first contact: {'; '.join(wrong)}; compare the script "
+                "and the unit with the baseline that is kept"
             )
         self.notes.append(
-            "baseline: proved by environment and command line of its main process; a hand-made start has no "
-            "passports"
+            "baseline: proved by environment and command line of its main process; a hand-made start has no passports"
         )
 
     # -- generation
@@ -378,8 +386,8 @@ class _Gate:
             peer, why = self._peer()
             if peer is None:
                 self.notes.append(
-                    f"no end-to-end generation: {why}; a {self.worker['role']} worker cannot answer alone, "
-                    "so only the generation within the engine's own /health was seen"
+                    f"no end-to-end generation: {why}; a {self.worker['role']} worker cannot answer alone, so only the "
+                    "generation within the engine's own /health was seen"
                 )
                 self.say(self.notes[-1])
                 return None, "health"
@@ -397,16 +405,14 @@ class _Gate:
             )
             if self._look() != instance:
                 raise GateRefused(
-                    f"200, then dead: {self.unit} answered /health, but during the first generation its "
-                    f"process {instance.main_pid} went; read its journal"
+                    f"200, then dead: {self.unit} answered /health, but during the first generation its process "
+                    f"{instance.main_pid} went; read its journal"
                 )
             if answer.ok:
                 return answer, "worker" if peer is None else f"pair with {peer['url']}"
-            self.seen = f"generation: {answer.error}" + (f" (with {peer['url']})" if peer else "")
+            self._saw(f"generation: {answer.error}" + (f" (with {peer['url']})" if peer else ""), answer.status)
             if answer.final:
-                raise GateRefused(
-                    f"{self.seen}; look whether the model, its key and the prompt are the right ones"
-                )
+                raise GateRefused(f"{self.seen}; look whether the model, its key and the prompt are the right ones")
             if self.seen != told:
                 self.say(f"waiting: {self.seen}")
                 told = self.seen
@@ -421,9 +427,9 @@ class _Gate:
         reasons: list[str] = []
         for one in self.worker["routers"]:
             try:
-                found = router.Router(
-                    one["url"], (self.secrets.get("router_keys") or {}).get(one["url"])
-                ).workers(min(router.REQUEST_S, max(0.5, self._left())))
+                found = router.Router(one["url"], (self.secrets.get("router_keys") or {}).get(one["url"])).workers(
+                    min(router.REQUEST_S, max(0.5, self._left()))
+                )
             except router.RouterError as error:
                 reasons.append(str(error))
                 continue
@@ -459,24 +465,29 @@ class _Gate:
                 raise self._died(instance, "another process runs now")
             if status == 200:
                 break
-            self.seen = _health_words(status, error)
+            self._saw(_health_words(status, error), status)
             time.sleep(min(POLL_S, self._left()))
         if status != 200:
             raise self._died(instance, self.seen)
         if not self._listens(instance):
             raise self._died(instance, "it no longer listens")
         self.notes.append(
-            f"soak: {soak_s:g} s, {self.probes} probes in all; a server that hangs only after more requests "
-            "than that is not seen here"
+            f"soak: {soak_s:g} s, {self.probes} probes in all; a server that hangs only after more requests than that "
+            "is not seen here"
         )
 
     def _died(self, instance: Instance, what: str) -> GateRefused:
         return GateRefused(
-            f"200, then dead: {self.unit} answered /health from process {instance.main_pid}, and during the "
-            f"soak {what}; expected the same process, healthy; read its journal"
+            f"200, then dead: {self.unit} answered /health from process {instance.main_pid}, and during the soak "
+            f"{what}; expected the same process, healthy; read its journal"
         )
 
     # -- time
+
+    def _saw(self, what: str, status: int | None) -> None:
+        """Keep what was seen last, but not that the deadline cut the very last probe short."""
+        if status is not None or self._left() > 0 or self.seen == _NOTHING:
+            self.seen = what
 
     def _left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -484,9 +495,8 @@ class _Gate:
     def _check_time(self) -> None:
         if self._left() <= 0:
             raise GateRefused(
-                f"deadline: {self.gate_s:g} s went by without proof; last seen: {self.seen}; expected "
-                "/health 200 and one generation; look whether the server hangs or only starts slowly, then "
-                "raise gate_s"
+                f"deadline: {self.gate_s:g} s went by without proof; last seen: {self.seen}; expected /health 200 and "
+                "one generation; look whether the server hangs or only starts slowly, then raise gate_s"
             )
 
 
@@ -501,9 +511,7 @@ def _health_words(status: int | None, error: str | None) -> str:
     if status is None:
         return f"/health: {error}"
     if 300 <= status < 400:
-        return (
-            f"/health answers {status}: a redirect, which is not followed; is something else listening there?"
-        )
+        return f"/health answers {status}: a redirect, which is not followed; is something else listening there?"
     if status == 503:
         return "/health answers 503: starting, busy or stopping"
     return f"/health answers {status}"

@@ -40,9 +40,7 @@ class Answer:
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise RequestError(
-                "protocol", f"found {excerpt(self.body)!r}, expected JSON ({error})"
-            ) from error
+            raise RequestError("protocol", f"found {excerpt(self.body)!r}, expected JSON ({error})") from error
 
 
 def request(
@@ -75,9 +73,7 @@ def request(
         connection.request(method, path, body=data, headers=headers)
         response = connection.getresponse()
         content = _read(response, max_bytes, where)
-        return Answer(
-            response.status, {name.lower(): value for name, value in response.getheaders()}, content
-        )
+        return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, content)
     except RequestError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -137,9 +133,7 @@ def _connect(host: str, port: int, deadline: float) -> _Socket:
     for at, (family, kind, protocol, address) in enumerate(addresses):
         left = deadline - time.monotonic()
         candidate = _Socket(family, kind, protocol)
-        candidate.deadline = time.monotonic() + left / (
-            len(addresses) - at
-        )  # a dead address leaves time for the next
+        candidate.deadline = time.monotonic() + left / (len(addresses) - at)  # a dead address leaves time for the next
         try:
             candidate.connect(address)
         except OSError as error:

@@ -32,37 +32,32 @@ def mismatches(passport: dict[str, Any], expect: dict[str, Any]) -> list[str]:
     who = f"process {passport['pid']}"
     if passport.get("state") != state:
         wrong.append(
-            f"{who} runs state {passport.get('state')}, expected {state}: it was not started from the wanted "
-            "script"
+            f"{who} runs state {passport.get('state')}, expected {state}: it was not started from the wanted script"
         )
     inside = os.path.join(paths.release(str(release)), "python", "sglang", "")
     imported = passport.get("sglang")
     if not isinstance(imported, str) or not _inside(imported, inside):
         wrong.append(
-            f"wrong tree: {who} imported sglang from {imported}, expected it from {inside}; look for a "
-            "directory sglang in the unit's working directory or an editable install"
+            f"wrong tree: {who} imported sglang from {imported}, expected it from {inside}; look for a directory "
+            "sglang in the unit's working directory or an editable install"
         )
     environ = passport.get("environ")
     if not isinstance(environ, str) or not _inside(environ, inside):
         wrong.append(f"wrong tree: {who} runs {environ}, expected environ.py inside {inside}")
     if passport.get("release") != release:
         wrong.append(
-            f"wrong tree: {who} has dsv4_probe of release {passport.get('release')}, expected release "
-            f"{release}; look for another dsv4_probe on its import path"
+            f"wrong tree: {who} has dsv4_probe of release {passport.get('release')}, expected release {release}; look "
+            "for another dsv4_probe on its import path"
         )
     parsed = passport.get("flags")
     parsed = parsed if isinstance(parsed, dict) else {}
     for name, wanted in sorted(expect.get("flags", {}).items()):
         if name not in parsed:
+            wrong.append(f"{who} did not report flag {name}, expected {wanted}: it is not in DSV4_FLEET_FLAGS")
+        elif parsed[name] is not wanted and (type(parsed[name]) is not type(wanted) or parsed[name] != wanted):
             wrong.append(
-                f"{who} did not report flag {name}, expected {wanted}: it is not in DSV4_FLEET_FLAGS"
-            )
-        elif parsed[name] is not wanted and (
-            type(parsed[name]) is not type(wanted) or parsed[name] != wanted
-        ):
-            wrong.append(
-                f"flag parsed differently: {who} parsed {name} as {parsed[name]!r}, expected {wanted!r}; "
-                "look at how that tree's environ.py declares it and for a stray SGL_ name"
+                f"flag parsed differently: {who} parsed {name} as {parsed[name]!r}, expected {wanted!r}; look at how "
+                "that tree's environ.py declares it and for a stray SGL_ name"
             )
     return wrong
 
@@ -86,12 +81,7 @@ def _read(directory: str, name: str) -> dict[str, Any] | None:
     if not isinstance(passport, dict) or passport.get("format") != 1:
         return None
     pid, start_time = passport.get("pid"), passport.get("start_time")
-    if (
-        not isinstance(pid, int)
-        or name != f"{pid}.json"
-        or proc.start_time(pid) != start_time
-        or start_time is None
-    ):
+    if not isinstance(pid, int) or name != f"{pid}.json" or proc.start_time(pid) != start_time or start_time is None:
         return None
     return passport
 

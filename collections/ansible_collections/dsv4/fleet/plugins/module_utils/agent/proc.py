@@ -129,9 +129,7 @@ def cgroup(pid: int) -> str:
 
 def group_in(text: str) -> str:
     """systemd's path in /proc/PID/cgroup. In the hybrid layout either hierarchy may be the one it uses."""
-    paths = {
-        line.split(":", 2)[1]: line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2
-    }
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2}
     named, unified = paths.get("name=systemd", ""), paths.get("", "")
     return unified if named in ("", "/") and unified else named
 
@@ -161,9 +159,7 @@ def gpu_holders() -> list[tuple[int, int]]:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GpuUnknown(
-            f"found {error}, expected {' '.join(query)} to list processes; look at the driver"
-        ) from error
+        raise GpuUnknown(f"found {error}, expected {' '.join(query)} to list processes; look at the driver") from error
     if done.returncode != 0:
         text = (done.stderr.strip() or done.stdout.strip())[:300]
         raise GpuUnknown(

@@ -30,7 +30,11 @@ Say = Callable[..., None]
 
 
 class RouterError(AgentError):
-    """A router did not do, or does not say, what was asked."""
+    """A router did not do, or does not say, what was asked. `lost`: it did not answer at all."""
+
+    def __init__(self, text: str, lost: bool = False) -> None:
+        super().__init__(text)
+        self.lost = lost
 
 
 class DrainRefused(AgentError):
@@ -87,17 +91,20 @@ class Router:
             ]
         except (KeyError, TypeError, AttributeError) as error:
             raise RouterError(
-                f"router {self.url}: found no worker list in its answer ({error!r}), expected "
-                "sglang-router's /workers with id, url, worker_type and is_healthy; check the router's "
-                "version"
+                f"router {self.url}: found no worker list in its answer ({error!r}), expected sglang-router's /workers "
+                "with id, url, worker_type and is_healthy; check the router's version"
             ) from error
+
+    def listed(self, url: str) -> list[RouterWorker]:
+        """The worker's entries: none, one, or one for each data-parallel rank."""
+        return [one for one in self.workers() if same(one.url, url)]
 
     def remove(self, url: str, timeout_s: float = REMOVE_S) -> None:
         """Take the worker out; returns when the router no longer lists it."""
         deadline = time.monotonic() + timeout_s
         asked: set[str] = set()
         while True:
-            listed = [one for one in self.workers() if same(one.url, url)]
+            listed = self.listed(url)
             if not listed:
                 return
             for one in listed:
@@ -106,20 +113,18 @@ class Router:
                     asked.add(one.id)
             if time.monotonic() >= deadline:
                 raise RouterError(
-                    f"router {self.url}: it still lists {url} {timeout_s:.0f} s after DELETE, expected it "
-                    "gone; look at the router's log"
+                    f"router {self.url}: it still lists {url} {timeout_s:.0f} s after DELETE, expected it gone; look "
+                    "at the router's log"
                 )
             time.sleep(POLL_S)
 
-    def admit(
-        self, url: str, role: str, bootstrap_port: int | None, api_key: str | None, deadline: float
-    ) -> None:
+    def admit(self, url: str, role: str, bootstrap_port: int | None, api_key: str | None, deadline: float) -> None:
         """Add the worker and see it listed and healthy before `deadline` (time.monotonic).
 
         Only for a worker that answers now: an add that waits for one cannot be cancelled. An entry that
         is unhealthy, or of another role or bootstrap port, is made anew.
         """
-        listed = [one for one in self.workers() if same(one.url, url)]
+        listed = self.listed(url)
         if listed and all(fits(one, role, bootstrap_port) for one in listed):
             return
         if listed:
@@ -133,17 +138,22 @@ class Router:
         number = accepted.get("worker_id") or accepted.get("id") if isinstance(accepted, dict) else None
         status: str | None = "not asked yet"
         while True:
-            listed = [one for one in self.workers() if same(one.url, url)]
-            number = next((one.id for one in listed), number)
-            status = self._job(str(number)) if number else "unknown"
+            try:
+                listed = self.listed(url)
+                number = next((one.id for one in listed), number)
+                status = self._job(str(number)) if number else "unknown"
+            except RouterError as error:
+                if not error.lost or time.monotonic() >= deadline:
+                    raise
+                listed, status = [], str(error)
             if listed and status is None and all(fits(one, role, bootstrap_port) for one in listed):
                 return
             if time.monotonic() >= deadline:
                 seen = f"listed as {listed[0]}" if listed else "not listed"
                 raise RouterError(
-                    f"router {self.url}: after adding it, {url} is {seen} (its job: {status}), expected it "
-                    f"listed and healthy as {role}; check that the router reaches {url} and that the key "
-                    "fits. The add cannot be cancelled: the router may list this worker later"
+                    f"router {self.url}: after adding it, {url} is {seen} (its job: {status}), expected it listed and "
+                    f"healthy as {role}; check that the router reaches {url} and that the key fits. The add cannot be "
+                    "cancelled: the router may list this worker later"
                 )
             time.sleep(POLL_S)
 
@@ -183,27 +193,25 @@ class Router:
         answer = self._request(method, path, body=body, timeout_s=timeout_s)
         if answer.status in (401, 403):
             raise RouterError(
-                f"router {self.url}: found status {answer.status} of {method} {path}, expected its key to be "
-                "accepted; set the router's control-plane key"
+                f"router {self.url}: found status {answer.status} of {method} {path}, expected its key to be accepted; "
+                "set the router's control-plane key"
             )
         if answer.status not in wanted:
             raise RouterError(
-                f"router {self.url}: found status {answer.status} of {method} {path}: "
-                f"{http.excerpt(answer.body)!r}, expected {' or '.join(map(str, wanted))}"
+                f"router {self.url}: found status {answer.status} of {method} {path}: {http.excerpt(answer.body)!r}, "
+                f"expected {' or '.join(map(str, wanted))}"
             )
         return self._json(answer) if answer.body.strip() and answer.status != 404 else None
 
-    def _request(
-        self, method: str, path: str, *, body: Any = None, timeout_s: float = REQUEST_S
-    ) -> http.Answer:
+    def _request(self, method: str, path: str, *, body: Any = None, timeout_s: float = REQUEST_S) -> http.Answer:
         try:
             return http.request(
                 method, self.host, self.port, self.prefix + path, timeout_s=timeout_s, body=body, key=self.key
             )
         except http.RequestError as error:
             raise RouterError(
-                f"router {self.url}: {error}; expected an answer: check that the router runs and is reached "
-                "from here"
+                f"router {self.url}: {error}; expected an answer: check that the router runs and is reached from here",
+                lost=True,
             ) from error
 
     def _json(self, answer: http.Answer) -> Any:
@@ -293,15 +301,15 @@ def admit(
     try:
         for router in routers_of(worker, secrets):
             deadline = time.monotonic() + float(limits["router_s"])
-            listed = [one for one in router.workers() if same(one.url, url)]
+            listed = _reached(router, url, deadline, say)
             if listed and all(fits(one, role, worker["bootstrap_port"]) for one in listed):
                 say(f"router {router.url} has it, healthy", router=router.url)
             else:
                 status, error = server.health(float(limits["probe_s"]))
                 if status != 200:
                     raise RouterError(
-                        f"found status {status} of the worker's /health ({error}), expected 200; it was not "
-                        f"added to router {router.url}, which would go on trying for ever"
+                        f"found status {status} of the worker's /health ({error}), expected 200; it was not added to "
+                        f"router {router.url}, which would go on trying for ever"
                     )
                 added.append(router)
                 router.admit(url, role, worker["bootstrap_port"], secrets.get("api_key"), deadline)
@@ -323,8 +331,8 @@ def _enough(router: Router, listed: list[RouterWorker], role: str, url: str, lea
     found = others(listed, role, url)
     if found < least:
         raise RouterError(
-            f"router {router.url}: without {url} it has {found} healthy {role} worker(s), expected at least "
-            f"{least} (min_admitted); admit another one first, or lower min_admitted"
+            f"router {router.url}: without {url} it has {found} healthy {role} worker(s), expected at least {least} "
+            "(min_admitted); admit another one first, or lower min_admitted"
         )
 
 
@@ -349,8 +357,8 @@ def _idle(server: engine.Worker, drain_s: float, probe_s: float, say: Say) -> bo
             told = state
         if time.monotonic() >= deadline:
             raise _Busy(
-                f"the worker was not idle {drain_s:.0f} s after it left its routers: {state}; expected "
-                "nothing running or waiting; look for clients that bypass the router, or raise drain_s"
+                f"the worker was not idle {drain_s:.0f} s after it left its routers: {state}; expected nothing running "
+                "or waiting; look for clients that bypass the router, or raise drain_s"
             )
         time.sleep(POLL_S)
 
@@ -369,21 +377,33 @@ def _restore(
     for router in removed:
         try:
             deadline = time.monotonic() + float(limits["router_s"])
-            listed = [one for one in router.workers() if same(one.url, worker["url"])]
-            if not listed:
+            if not _reached(router, worker["url"], deadline, say):
                 status, error = server.health(float(limits["probe_s"]))
                 if status != 200:
                     failed.append(f"{router.url}: the worker's /health gives {error or status}")
                     continue
-                router.admit(
-                    worker["url"], worker["role"], worker["bootstrap_port"], secrets.get("api_key"), deadline
-                )
+                router.admit(worker["url"], worker["role"], worker["bootstrap_port"], secrets.get("api_key"), deadline)
             say(f"put back into router {router.url}", router=router.url)
         except RouterError as error:
             failed.append(str(error))
     if failed:
         return DrainRefused(f"{reason}. It could not be put back: {'; '.join(failed)}", restored=False)
     return DrainRefused(f"{reason}. The worker is back in its routers", restored=True)
+
+
+def _reached(router: Router, url: str, deadline: float, say: Say) -> list[RouterWorker]:
+    """What the router lists of the worker; one that is just restarting is waited for."""
+    told = False
+    while True:
+        try:
+            return router.listed(url)
+        except RouterError as error:
+            if not error.lost or time.monotonic() >= deadline:
+                raise
+            if not told:
+                say(f"waiting: {error}")
+                told = True
+        time.sleep(POLL_S)
 
 
 def _withdraw(added: list[Router], url: str) -> str:
@@ -411,8 +431,8 @@ def _through(
     missing = [one for one in _NEEDED[role] if one not in healthy]
     if missing:
         return [
-            f"no request was sent through router {router.url}: it has no healthy "
-            f"{' and no healthy '.join(missing)} worker"
+            f"no request was sent through router {router.url}: it has no healthy {' and no healthy '.join(missing)} "
+            "worker"
         ]
     prompt = generation or {"prompt": "Say hello.", "expect": "", "max_tokens": 8}
     body = engine.chat(prompt["prompt"], int(prompt["max_tokens"]), models[0] if models else "default")
@@ -429,13 +449,10 @@ def _through(
         if answer.ok:
             return []
         if answer.status in (401, 403):
-            return [
-                f"no request went through router {router.url}: it wants an inference key that is not known "
-                "here"
-            ]
+            return [f"no request went through router {router.url}: it wants an inference key that is not known here"]
         if answer.final or time.monotonic() >= deadline:
             raise RouterError(
-                f"router {router.url}: a request through it failed: {answer.error}; expected an answer: "
-                "check each worker that it lists, and whether prefill and decode reach one another"
+                f"router {router.url}: a request through it failed: {answer.error}; expected an answer: check each "
+                "worker that it lists, and whether prefill and decode reach one another"
             )
         time.sleep(POLL_S)
