@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from standin_process import PYTHON, StandIn
 
 from tests.local import downloads

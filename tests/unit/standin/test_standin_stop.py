@@ -23,14 +23,14 @@ def gone(pid: int) -> bool:
 def test_sigterm_finishes_what_runs_still_accepts_and_ends_with_0(start: Start) -> None:
     engine = start().wait_healthy()
     scheduler = engine.scheduler()
-    with engine.talking(tokens=1500) as stream:
+    with engine.talking(tokens=2500) as stream:
         os.kill(engine.process.pid, signal.SIGTERM)
         until("health 503", lambda: engine.status() == 503)
         assert engine.word("late-1") == "late-1"
         assert engine.process.poll() is None
         events = stream.result()
         assert events[-1] == "[DONE]"
-        assert len("".join(chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks(events)).split()) == 1500
+        assert len("".join(chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks(events)).split()) == 2500
     assert engine.exit_code() == 0
     assert gone(scheduler)
 
