@@ -28,6 +28,7 @@ REPORTS = CACHE / "reports"
 #: pytest's exit statuses for "all passed" and "some failed"; any other (no test found, a wrong call) is a failure.
 PYTEST_COUNTED = (0, 1)
 STEP_S = 2400
+MODULE_UTILS = "collections/ansible_collections/dsv4/fleet/plugins/module_utils"
 
 
 @dataclass
@@ -103,6 +104,7 @@ def pytest_step(name: str, *arguments: str) -> Count:
 
 def lint() -> Count:
     """The linters over all that git tracks or would track."""
+    agent = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/unit/agent*/*.py"))
     shell = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard", ".ci/run", "*.sh"],
         capture_output=True, text=True, check=True,
@@ -110,6 +112,7 @@ def lint() -> Count:
     return (
         command("ruff", "ruff", "check", ".")
         + command("mypy", "mypy")
+        + command("mypy, the agent's tests", "env", f"MYPYPATH={MODULE_UTILS}", "mypy", *agent)
         + command("yamllint", "yamllint", "--strict", ".")
         + command("ansible-lint", "ansible-lint", "--offline")
         + command("shellcheck", "shellcheck", "--severity=style", *[name for name in shell if name])
