@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "collections/ansible_collections/dsv4/fleet/plugins/module_utils"))
 
-from agent import paths, release  # noqa: E402 - the path above comes first
-from made_up import MadeUpHost  # noqa: E402 - it imports the agent
+from agent import paths, release
+from made_up import MadeUpHost
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agent import files, gate, paths, python_env, release, router, start, states, systemd
 from agent.journal import Transaction
@@ -17,9 +17,17 @@ from agent.transaction import Change, Tools
 
 UNIT = "sglang-dsv4-decode.service"
 LIMITS: dict[str, Any] = {
-    "drain_s": 5, "stop_s": 5, "gone_s": 0.2, "gate_s": 5, "soak_s": 0, "consecutive": 1, "probe_s": 1, "router_s": 5,
-    "min_admitted": 1, "keep_releases": 2,
-}  # fmt: skip
+    "drain_s": 5,
+    "stop_s": 5,
+    "gone_s": 0.2,
+    "gate_s": 5,
+    "soak_s": 0,
+    "consecutive": 1,
+    "probe_s": 1,
+    "router_s": 5,
+    "min_admitted": 1,
+    "keep_releases": 2,
+}
 GENERATION = {"prompt": "Say yes.", "expect": "yes", "max_tokens": 4}
 
 
@@ -38,7 +46,9 @@ class MadeUpRouter:
     """Lists workers; may be out of reach."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.listed, self.reachable = url, [] , True  # type: ignore[var-annotated] - a list of Entry
+        self.url = url
+        self.listed: list[Entry] = []
+        self.reachable = True
 
     def workers(self, timeout_s: float = 0) -> list[Entry]:
         if not self.reachable:
@@ -104,7 +114,9 @@ class MadeUpHost:
         path = self.root / "etc/systemd/system" / unit
         text = path.read_text() if path.exists() else None
         if unit == paths.AGENT_UNIT:
-            return self._unit(unit, None, "inactive" if self.agent is None else self.agent[0], 0, self.agent[1] if self.agent else "")
+            return self._unit(
+                unit, None, "inactive" if self.agent is None else self.agent[0], 0, self.agent[1] if self.agent else ""
+            )
         mine = unit == UNIT
         active = "active" if mine and self.active else "inactive"
         return self._unit(unit, text, active, self.main.pid if mine and self.main else 0, "")
@@ -113,13 +125,24 @@ class MadeUpHost:
         load = "masked" if self.masked and unit == UNIT else "not-found" if text is None else "loaded"
         command = re.search(r"ExecStart=(\S+)", text or "")
         return systemd.Unit(
-            name=unit, identity=unit, load=load, active=active, sub="running" if active == "active" else "dead",
-            file_state="enabled" if unit in self.enabled else "disabled", fragment=f"/etc/systemd/system/{unit}", text=text,
-            drop_ins=self.drop_ins if unit == UNIT else [], need_daemon_reload=unit == UNIT and (text or "") != self.loaded_unit,
-            main_pid=pid, invocation=self.invocation if unit == UNIT else "", restarts=0,
-            exec_start=f"path={command[1]}" if command else "", user="", cgroup="/system.slice/" + unit if pid else "",
+            name=unit,
+            identity=unit,
+            load=load,
+            active=active,
+            sub="running" if active == "active" else "dead",
+            file_state="enabled" if unit in self.enabled else "disabled",
+            fragment=f"/etc/systemd/system/{unit}",
+            text=text,
+            drop_ins=self.drop_ins if unit == UNIT else [],
+            need_daemon_reload=unit == UNIT and (text or "") != self.loaded_unit,
+            main_pid=pid,
+            invocation=self.invocation if unit == UNIT else "",
+            restarts=0,
+            exec_start=f"path={command[1]}" if command else "",
+            user="",
+            cgroup="/system.slice/" + unit if pid else "",
             description=description,
-        )  # fmt: skip
+        )
 
     def daemon_reload(self) -> None:
         self.loaded_unit = self.unit_path.read_text() if self.unit_path.exists() else ""
@@ -134,7 +157,7 @@ class MadeUpHost:
 
     def start(self, unit: str, timeout_s: float) -> None:
         self._maybe_killed("start")
-        script = Path(re.search(r"ExecStart=(\S+)", self.loaded_unit)[1])  # type: ignore[index] - it is there
+        script = Path(re.findall(r"ExecStart=(\S+)", self.loaded_unit)[0])
         text = script.read_text()
         environ = {name: value.strip("'\"") for name, value in re.findall(r"^export (\w+)=(.*)$", text, re.MULTILINE)}
         command = text.strip().splitlines()[-1].removeprefix("exec ").split()
@@ -166,11 +189,18 @@ class MadeUpHost:
 
     def tools(self) -> Tools:
         return Tools(
-            systemd=self, drain=self._drain, admit=self._admit, gate=self._gate, collect=self._collect,
-            routers=lambda worker, secrets: [self.router], processes_of=lambda cgroup: [self.main] if self.main and cgroup else [],
-            process=self._process, listener=lambda port, host: [one.pid for one in self.orphans], gpu_holders=lambda: self.gpu,
+            systemd=self,
+            drain=self._drain,
+            admit=self._admit,
+            gate=self._gate,
+            collect=self._collect,
+            routers=lambda worker, secrets: [self.router],
+            processes_of=lambda cgroup: [self.main] if self.main and cgroup else [],
+            process=self._process,
+            listener=lambda port, host: [one.pid for one in self.orphans],
+            gpu_holders=lambda: self.gpu,
             health=lambda worker, key, s: (503, None) if self.sick or not self.active else (200, None),
-        )  # fmt: skip
+        )
 
     def _maybe_killed(self, where: str) -> None:
         if self.kill_at == where:
@@ -180,7 +210,9 @@ class MadeUpHost:
     def _process(self, pid: int) -> Process | None:
         return next((one for one in [*self.orphans, *([self.main] if self.main else [])] if one.pid == pid), None)
 
-    def _drain(self, worker: dict[str, Any], secrets: dict[str, Any], limits: dict[str, Any], say: Callable[..., None]) -> None:
+    def _drain(
+        self, worker: dict[str, Any], secrets: dict[str, Any], limits: dict[str, Any], say: Callable[..., None]
+    ) -> None:
         self._maybe_killed("drain")
         self.log.append("drain")
         self.router.remove(worker["url"])
@@ -190,16 +222,29 @@ class MadeUpHost:
                 self.router.add(worker["url"])
             raise router.DrainRefused("the worker was not idle", restored=not self.sick)
 
-    def _admit(self, worker: dict[str, Any], secrets: dict[str, Any], limits: dict[str, Any], say: Callable[..., None], generation: Any) -> list[str]:
+    def _admit(
+        self,
+        worker: dict[str, Any],
+        secrets: dict[str, Any],
+        limits: dict[str, Any],
+        say: Callable[..., None],
+        generation: Any,
+    ) -> list[str]:
         self._maybe_killed("admit")
         self.router.add(worker["url"])
         self.log.append("admit")
         return []
 
     def _gate(
-        self, worker: dict[str, Any], expect: dict[str, Any], before: dict[str, Any] | None, limits: dict[str, Any],
-        generation: dict[str, Any], secrets: dict[str, Any], say: Callable[..., None],
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        worker: dict[str, Any],
+        expect: dict[str, Any],
+        before: dict[str, Any] | None,
+        limits: dict[str, Any],
+        generation: dict[str, Any],
+        secrets: dict[str, Any],
+        say: Callable[..., None],
+    ) -> dict[str, Any]:
         self._maybe_killed("gate")
         if self.main is None:
             raise gate.GateRefused("the server died")
@@ -221,43 +266,77 @@ class MadeUpHost:
 
     def worker(self) -> dict[str, Any]:
         return {
-            "name": "decode1", "role": "decode", "unit": UNIT, "script": str(self.script), "tree": str(self.tree),
-            "python": "python3", "host": "127.0.0.1", "port": 30002, "url": "http://decode1:30002", "bootstrap_port": None,
+            "name": "decode1",
+            "role": "decode",
+            "unit": UNIT,
+            "script": str(self.script),
+            "tree": str(self.tree),
+            "python": "python3",
+            "host": "127.0.0.1",
+            "port": 30002,
+            "url": "http://decode1:30002",
+            "bootstrap_port": None,
             "routers": [{"url": "http://router1:8000", "metrics_url": None}],
-        }  # fmt: skip
+        }
 
     def target(self, word: str, secret: dict[str, Any] | None = None, digest: str = "none") -> dict[str, Any]:
         """A target whose release has an environ.py that says `word`."""
         content = {"python/sglang/srt/environ.py": f"WHO = '{word}'\n".encode()}
         tree = files.index(str(self.tree)).digest
         manifest = {
-            "format": 1, "fleet": "0", "version": "0.5.18", "tree": tree,
+            "format": 1,
+            "fleet": "0",
+            "version": "0.5.18",
+            "tree": tree,
             "files": {path: {"result": files.sha256(data)} for path, data in content.items()},
-        }  # fmt: skip
+        }
         name = release.digest_of(manifest)
         unit = f"[Service]\nExecStart={self.script}\nKillMode=mixed\n\n[Install]\nWantedBy=multi-user.target\n"
         unit_digest = systemd.unit_digest(unit, self.drop_ins)
-        lines = f"#!/bin/bash\nexport DSV4_FLEET_RELEASE={name}\nexport DSV4_FLEET_UNIT={unit_digest}\nexport DSV4_FLEET_SECRETS={digest}\n"
+        lines = f"#!/bin/bash\nexport DSV4_FLEET_RELEASE={name}\nexport DSV4_FLEET_UNIT={unit_digest}\n"
+        lines += f"export DSV4_FLEET_SECRETS={digest}\n"
         lines += f"export PYTHONPATH={paths.release(name)}/python\nexport WORD={word}\n"
         state = states.state_of((lines + "exec python3 -m server\n").encode())
         script = lines + f"export DSV4_FLEET_STATE={state}\nexec python3 -m server\n"
         return {
-            "state": state, "script": script, "unit": unit, "unit_digest": unit_digest, "secrets": digest,
-            "release": {"digest": name, "tree": tree, "manifest": manifest, "files": {path: python_env.pack(data) for path, data in content.items()}},
-            "expect": {"state": state, "release": name, "flags": {}, "environment": {}, "arguments": ["python3", "-m", "server"]},
-        }  # fmt: skip
+            "state": state,
+            "script": script,
+            "unit": unit,
+            "unit_digest": unit_digest,
+            "secrets": digest,
+            "release": {
+                "digest": name,
+                "tree": tree,
+                "manifest": manifest,
+                "files": {path: python_env.pack(data) for path, data in content.items()},
+            },
+            "expect": {
+                "state": state,
+                "release": name,
+                "flags": {},
+                "environment": {},
+                "arguments": ["python3", "-m", "server"],
+            },
+        }
 
     def request(self, target: dict[str, Any], **fields: Any) -> dict[str, Any]:
         data = files.read(str(self.script))
         return {
-            "format": 1, "op": "start", "id": f"20260921T101500-{next(self._pids):08x}", "worker": self.worker(), "secrets": {},
-            "seen": {"script": None if data is None else files.sha256(data), "process": None}, "target": target,
-            "limits": LIMITS, "generation": GENERATION, **fields,
-        }  # fmt: skip
+            "format": 1,
+            "op": "start",
+            "id": f"20260921T101500-{next(self._pids):08x}",
+            "worker": self.worker(),
+            "secrets": {},
+            "seen": {"script": None if data is None else files.sha256(data), "process": None},
+            "target": target,
+            "limits": LIMITS,
+            "generation": GENERATION,
+            **fields,
+        }
 
     def begin(self, request: dict[str, Any]) -> Change:
         """What `start` does and the transient unit then begins with."""
-        answer = start.start(request, b"program", self)  # type: ignore[arg-type] - it is all of systemd that is asked
+        answer = start.start(request, b"program", cast(systemd.Systemd, self))
         self.agent = None
         secrets = json.loads(Path(paths.secrets(answer["id"])).read_text())
         return Change(Transaction(answer["id"]), secrets, self.tools())
@@ -282,6 +361,12 @@ class MadeUpHost:
         for one in Path(paths.SECRETS).glob("*"):
             one.unlink()
 
+    @property
+    def pid(self) -> int:
+        """The main process; it must be running."""
+        assert self.main is not None
+        return self.main.pid
+
     def live(self) -> str | None:
         return None if self.main is None else self.main.environ.get("DSV4_FLEET_STATE", "baseline")
 
@@ -295,5 +380,3 @@ class MadeUpHost:
         """Temporary files beside the targets, and secrets in memory."""
         found = [str(path) for path in [*self.directory.glob(".*"), *self.unit_path.parent.glob(".*")]]
         return found + [str(path) for path in Path(paths.SECRETS).glob("*")]
-
-

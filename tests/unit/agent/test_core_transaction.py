@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from agent import paths
+from agent import paths, states, transaction
 from agent.errors import AgentError
 from agent.journal import Transaction
 from made_up import UNIT, MadeUpHost
@@ -28,42 +31,50 @@ def test_first_change_is_applied_in_the_order_of_the_life_cycle(host: MadeUpHost
     assert [one["state"] for one in host.ledger()["proved"]] == ["baseline", target["state"]]
     assert host.ledger()["overrides"] == {"ge_diff": {"value": True}}
     assert host.listed() and not host.leftovers()
-    assert [step["step"] for step in result["timeline"]] == ["stage", "drain", "switch", "stop", "start", "gate", "admit"]
+    assert [step["step"] for step in result["timeline"]] == [
+        "stage",
+        "drain",
+        "switch",
+        "stop",
+        "start",
+        "gate",
+        "admit",
+    ]
 
 
 def test_second_run_changes_nothing_and_restarts_nothing(host: MadeUpHost) -> None:
     target = host.target("a")
     host.change(target)
-    pid = host.main.pid
+    pid = host.pid
     host.log.clear()
     result = host.change(target)
     assert (result["end_state"], result["failed"], result["changed"]) == ("unchanged", False, [])
-    assert host.main.pid == pid and "drain" not in host.log and "stop" not in host.log
+    assert host.pid == pid and "drain" not in host.log and "stop" not in host.log
 
 
 def test_overrides_are_written_without_a_restart_when_the_target_runs(host: MadeUpHost) -> None:
     target = host.target("a")
     host.change(target)
-    pid = host.main.pid
+    pid = host.pid
     result = host.change(target, overrides={"canary": {"value": False}})
     assert (result["end_state"], result["changed"]) == ("applied", ["overrides"])
-    assert host.main.pid == pid and host.ledger()["overrides"] == {"canary": {"value": False}}
+    assert host.pid == pid and host.ledger()["overrides"] == {"canary": {"value": False}}
 
 
 def test_a_live_target_that_is_not_listed_is_admitted_without_a_restart(host: MadeUpHost) -> None:
     target = host.target("a")
     host.change(target)
-    pid, host.router.listed = host.main.pid, []
+    pid, host.router.listed = host.pid, []
     result = host.change(target)
     assert (result["end_state"], result["changed"]) == ("applied", ["admit"])
-    assert host.main.pid == pid and host.listed()
+    assert host.pid == pid and host.listed()
 
 
 @pytest.mark.parametrize("drift", ["text", "mode", "gone"])
 def test_a_drifted_script_under_the_right_process_is_put_back_without_a_restart(host: MadeUpHost, drift: str) -> None:
     target = host.target("a")
     host.change(target)
-    pid = host.main.pid
+    pid = host.pid
     if drift == "text":
         host.script.write_text("#!/bin/bash\nexec something else\n")
     elif drift == "mode":
@@ -71,35 +82,35 @@ def test_a_drifted_script_under_the_right_process_is_put_back_without_a_restart(
     else:
         host.script.unlink()
     result = host.change(target)
-    assert (result["end_state"], result["changed"], host.main.pid) == ("applied", ["script"], pid)
+    assert (result["end_state"], result["changed"], host.pid) == ("applied", ["script"], pid)
     assert host.script.read_text() == target["script"] and os.stat(host.script).st_mode & 0o777 == 0o755
 
 
 def test_a_drifted_unit_file_is_put_back_with_a_restart(host: MadeUpHost) -> None:
     target = host.target("a")
     host.change(target)
-    pid = host.main.pid
+    pid = host.pid
     host.unit_path.write_text(target["unit"].replace("mixed", "process"))
     host.daemon_reload()
     result = host.change(target)
-    assert result["changed"] == ["unit", "restart"] and host.main.pid != pid
+    assert result["changed"] == ["unit", "restart"] and host.pid != pid
     assert host.unit_path.read_text() == target["unit"]
 
 
 def test_a_sick_process_of_the_right_state_is_restarted(host: MadeUpHost) -> None:
     target = host.target("a")
     host.change(target)
-    pid, host.sick = host.main.pid, True
+    pid, host.sick = host.pid, True
     result = host.change(target)
-    assert result["end_state"] == "applied" and host.main.pid != pid
+    assert result["end_state"] == "applied" and host.pid != pid
     assert any("did not prove it" in note for note in result["notes"])
 
 
 def test_restart_is_done_when_asked_for(host: MadeUpHost) -> None:
     target = host.target("a")
     host.change(target)
-    pid = host.main.pid
-    assert host.change(target, restart=True)["changed"] == ["restart"] and host.main.pid != pid
+    pid = host.pid
+    assert host.change(target, restart=True)["changed"] == ["restart"] and host.pid != pid
 
 
 def test_a_hung_server_that_never_gets_idle_can_still_be_replaced(host: MadeUpHost) -> None:
@@ -115,18 +126,18 @@ def test_a_hung_server_that_never_gets_idle_can_still_be_replaced(host: MadeUpHo
 
 def test_refused_drain_leaves_the_worker_admitted_and_unchanged(host: MadeUpHost) -> None:
     host.drain_fails = True
-    before, pid = host.script.read_bytes(), host.main.pid
+    before, pid = host.script.read_bytes(), host.pid
     result = host.change(host.target("a"))
     assert (result["end_state"], result["failed"], result["failed_step"]) == ("unchanged", True, "drain")
-    assert host.script.read_bytes() == before and host.main.pid == pid and host.listed() and not host.leftovers()
+    assert host.script.read_bytes() == before and host.pid == pid and host.listed() and not host.leftovers()
 
 
 def test_router_lost_before_the_switch_leaves_everything(host: MadeUpHost) -> None:
     host.router.reachable = False
-    before, pid = host.script.read_bytes(), host.main.pid
+    before, pid = host.script.read_bytes(), host.pid
     result = host.change(host.target("a"))
     assert (result["end_state"], result["failed"]) == ("unchanged", True)
-    assert host.script.read_bytes() == before and host.main.pid == pid and "stop" not in host.log
+    assert host.script.read_bytes() == before and host.pid == pid and "stop" not in host.log
 
 
 def test_a_masked_unit_is_refused_at_once(host: MadeUpHost) -> None:
@@ -152,8 +163,6 @@ def test_drop_ins_that_changed_since_inspect_are_refused(host: MadeUpHost) -> No
 
 def test_a_script_that_does_not_end_in_exec_is_refused(host: MadeUpHost) -> None:
     target = host.target("a")
-    from agent import states
-
     body = target["script"].replace("exec python3 -m server\n", "python3 -m server\n")
     old = target["state"]
     state = states.state_of(body.encode())
@@ -255,7 +264,7 @@ def test_an_old_process_that_stays_is_never_started_beside(host: MadeUpHost) -> 
 
 
 def test_gpu_memory_held_by_the_old_tree_is_named_and_nothing_is_started(host: MadeUpHost) -> None:
-    host.gpu = [(host.main.pid, 100_000)]
+    host.gpu = [(host.pid, 100_000)]
     result = host.change(host.target("a"))
     assert result["end_state"] == "drained" and f"process {host.gpu[0][0]} holds 100000 MiB" in result["error"]
     assert not any(line.startswith("start") for line in host.log)
@@ -276,7 +285,9 @@ def test_preserve_leaves_the_failed_server_running_out_of_the_routers(host: Made
     assert UNIT not in host.enabled and Path(result["evidence"]).is_dir()
 
 
-def test_router_lost_between_drain_and_admit_ends_drained_without_another_restart(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_lost_between_drain_and_admit_ends_drained_without_another_restart(
+    host: MadeUpHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_arguments: object) -> list[str]:
         host.router.reachable = False
         host.router.workers()
@@ -345,19 +356,21 @@ def test_no_secret_reaches_journal_result_or_ledger(host: MadeUpHost) -> None:
 def test_each_step_is_on_disk_before_it_begins(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
     change = host.begin(host.request(host.target("a")))
-    for name in ("_drain", "_admit", "_gate"):
-        inner = getattr(host, name)
-        monkeypatch.setattr(host, name, lambda *a, inner=inner: (seen.append(change.transaction.step()), inner(*a))[1])
-    change.tools = host.tools()
+
+    def looking(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*arguments: Any) -> Any:
+            seen.append(change.transaction.step())
+            return inner(*arguments)
+
+        return look
+
+    for name in ("drain", "gate", "admit"):
+        setattr(change.tools, name, looking(getattr(change.tools, name)))
     change.run()
     assert seen == ["drain", "gate", "admit"]
 
 
 def test_the_forward_deadline_ends_a_step_that_hangs(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
-    from agent import transaction
-
     monkeypatch.setattr(transaction, "forward_s", lambda limits: 0.5)
 
     def hangs(*_arguments: object) -> dict[str, object]:

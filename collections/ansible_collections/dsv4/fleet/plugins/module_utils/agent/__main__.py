@@ -25,9 +25,7 @@ def answer(body: bytes, program: bytes) -> int:
         if isinstance(request.get("secrets"), dict):
             secret.extend(secrets.texts(check.secrets(request["secrets"])))
         if os.geteuid() != 0:
-            raise AgentError(
-                f"agent: found user id {os.geteuid()}, expected 0. Run it as root (become: true)."
-            )
+            raise AgentError(f"agent: found user id {os.geteuid()}, expected 0. Run it as root (become: true).")
         return _requested(request, program)
 
     return _say(work, secret)
@@ -86,10 +84,7 @@ def _say(work: Callable[[], dict[str, Any]], secret: list[str]) -> int:
     except AgentError as error:
         said, status = {"format": check.FORMAT, "ok": False, "error": hide(str(error), secret)}, 1
     except Exception:
-        text = (
-            "agent: an error that it does not know; expected none. Report this: "
-            + traceback.format_exc()[-3000:]
-        )
+        text = "agent: an error that it does not know; expected none. Report this: " + traceback.format_exc()[-3000:]
         said, status = {"format": check.FORMAT, "ok": False, "error": hide(text, secret)}, 1
     print(json.dumps(said, ensure_ascii=True, separators=(",", ":")), flush=True)
     return status

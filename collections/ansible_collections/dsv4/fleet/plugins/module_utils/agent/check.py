@@ -35,9 +35,7 @@ def request(value: Any, needed: tuple[str, ...]) -> dict[str, Any]:
         )
     missing = [name for name in needed if name not in value]
     if missing:
-        raise AgentError(
-            f"request: found no {', '.join(missing)}, expected them in a {value.get('op')!r} request."
-        )
+        raise AgentError(f"request: found no {', '.join(missing)}, expected them in a {value.get('op')!r} request.")
     return value
 
 
@@ -53,15 +51,12 @@ def worker(value: Any) -> dict[str, Any]:
     if found["role"] not in ("decode", "prefill", "unified"):
         raise AgentError(f"worker.role: found {found['role']!r}, expected decode, prefill or unified.")
     if not isinstance(found["unit"], str) or not _UNIT.fullmatch(found["unit"]):
-        raise AgentError(
-            f"worker.unit: found {found['unit']!r}, expected a unit's name that ends in .service."
-        )
+        raise AgentError(f"worker.unit: found {found['unit']!r}, expected a unit's name that ends in .service.")
     for name in ("script", "tree"):
         path = found[name]
         if not path.startswith("/") or any(part in (".", "..", "") for part in path.split("/")[1:]):
             raise AgentError(
-                f"worker.{name}: found {path!r}, expected an absolute path without '.', '..' and double "
-                "slashes."
+                f"worker.{name}: found {path!r}, expected an absolute path without '.', '..' and double slashes."
             )
     _port("worker.port", found["port"])
     try:
@@ -78,9 +73,7 @@ def worker(value: Any) -> dict[str, Any]:
         raise AgentError(f"worker.routers: found {found['routers']!r}, expected a list.")
     for number, router in enumerate(found["routers"]):
         if not isinstance(_mapping(f"worker.routers[{number}]", router).get("url"), str):
-            raise AgentError(
-                f"worker.routers[{number}].url: found {router.get('url')!r}, expected the router's URL."
-            )
+            raise AgentError(f"worker.routers[{number}].url: found {router.get('url')!r}, expected the router's URL.")
     return {**found, "bootstrap_port": bootstrap}
 
 
@@ -93,15 +86,11 @@ def secrets(value: Any) -> dict[str, Any]:
     }
     for name in ("api_key", "host_key"):
         if not isinstance(result[name], (str, type(None))):
-            raise AgentError(
-                f"secrets.{name}: found a {type(result[name]).__name__}, expected a text or null."
-            )
+            raise AgentError(f"secrets.{name}: found a {type(result[name]).__name__}, expected a text or null.")
     for group in ("router_keys", "env", "args"):
         content = found.get(group) or {}
         if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-            raise AgentError(
-                f"secrets.{group}: found a {type(content).__name__}, expected names with their values."
-            )
+            raise AgentError(f"secrets.{group}: found a {type(content).__name__}, expected names with their values.")
         result[group] = content
     return result
 
@@ -114,9 +103,7 @@ def limits(value: Any) -> dict[str, Any]:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0:
             raise AgentError(f"limits.{name}: found {number!r}, expected a number of 0 or more.")
     if found["consecutive"] < 1 or found["gate_s"] <= 0 or found["probe_s"] <= 0 or found["stop_s"] <= 0:
-        raise AgentError(
-            "limits: found consecutive below 1, or gate_s, probe_s or stop_s of 0; expected more."
-        )
+        raise AgentError("limits: found consecutive below 1, or gate_s, probe_s or stop_s of 0; expected more.")
     return found
 
 
@@ -127,9 +114,7 @@ def generation(value: Any) -> dict[str, Any]:
         or not isinstance(found.get("expect"), str)
         or not isinstance(found.get("max_tokens"), int)
     ):
-        raise AgentError(
-            "generation: found no prompt, expect and max_tokens of the right types, expected all three."
-        )
+        raise AgentError("generation: found no prompt, expect and max_tokens of the right types, expected all three.")
     try:
         re.compile(found["expect"])
     except re.error as error:
@@ -150,8 +135,7 @@ def target(value: Any) -> dict[str, Any]:
     for name in ("script", "unit", "unit_digest", "release", "secrets", "expect"):
         if name not in found:
             raise AgentError(
-                f"target.{name}: found nothing, expected a value, or 'state' alone for a state that the "
-                "worker keeps."
+                f"target.{name}: found nothing, expected a value, or 'state' alone for a state that the worker keeps."
             )
     for name in ("script", "unit"):
         if not isinstance(found[name], str):

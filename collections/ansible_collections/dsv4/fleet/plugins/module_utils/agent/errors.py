@@ -31,9 +31,7 @@ def explain(error: OSError, what: str, path: str) -> AgentError:
             "Remove the bind mount, or mount the directory above it, and run again; the target was not "
             "changed."
         )
-    return AgentError(
-        f"{what}: {path}: {error.strerror or error}; expected it to succeed. Mend that and run again."
-    )
+    return AgentError(f"{what}: {path}: {error.strerror or error}; expected it to succeed. Mend that and run again.")
 
 
 def free_bytes(path: str) -> int:

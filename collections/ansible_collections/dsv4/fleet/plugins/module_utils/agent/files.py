@@ -111,9 +111,7 @@ def prepare(path: str, data: bytes, mode: int, owner: tuple[int, int] = (0, 0), 
         if kind(path) == "mount":
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         discard(temporary)
-        handle = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(handle, "wb") as file:
             file.write(data)
             file.flush()
@@ -168,10 +166,8 @@ def temporary_path(path: str, tag: str) -> str:
 
 
 def discard(path: str | None) -> None:
-    """Remove a temporary file if there is one."""
-    if path is None:
-        return
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    """Remove a temporary file if there is one. A read-only file system has none, and is not asked."""
+    if path is not None and os.path.lexists(path):
         os.unlink(path)
 
 
@@ -188,8 +184,7 @@ def directory(path: str, mode: int = 0o755) -> None:
 def directory_exists(path: str) -> None:
     if not os.path.isdir(path):
         raise AgentError(
-            f"{path}: found no directory, expected the one that the file goes into. Make it, or correct "
-            "the path."
+            f"{path}: found no directory, expected the one that the file goes into. Make it, or correct the path."
         )
 
 

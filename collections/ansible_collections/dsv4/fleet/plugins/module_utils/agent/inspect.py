@@ -60,7 +60,9 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
         ]
         answer = {
             "host": {
-                "boot_id": boot_id(), "agent_python": platform.python_version(), "now": round(time.time(), 3),
+                "boot_id": boot_id(),
+                "agent_python": platform.python_version(),
+                "now": round(time.time(), 3),
                 "needs_host_key": key is None,
             },
             "script": look_at_script(worker),
@@ -74,7 +76,7 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
             "states": store.names(),
             "releases": release.listed(),
             "transaction": look_at_transaction(worker["unit"], ledger, manager),
-        }  # fmt: skip
+        }
         answer.update({name: future.result() for name, future in slow.items()})
     return answer
 
@@ -101,9 +103,7 @@ def look_at_tree(worker: dict[str, Any], patterns: list[str], known: list[str]) 
 def _matches(path: str, pattern: str) -> bool:
     """A shell pattern, part by part: `*` does not cross a slash."""
     parts, wanted = path.split("/"), pattern.split("/")
-    return len(parts) == len(wanted) and all(
-        fnmatch.fnmatchcase(part, one) for part, one in zip(parts, wanted)
-    )
+    return len(parts) == len(wanted) and all(fnmatch.fnmatchcase(part, one) for part, one in zip(parts, wanted))
 
 
 def look_at_health(worker: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -111,9 +111,7 @@ def look_at_health(worker: dict[str, Any], known: dict[str, Any]) -> dict[str, A
     return {"status": status, "error": error}
 
 
-def look_at_routers(
-    worker: dict[str, Any], known: dict[str, Any], pool: ThreadPoolExecutor
-) -> list[dict[str, Any]]:
+def look_at_routers(worker: dict[str, Any], known: dict[str, Any], pool: ThreadPoolExecutor) -> list[dict[str, Any]]:
     """Each router's view, in the order of the worker's routers."""
     asked = [pool.submit(_look_at_router, worker, one["url"], known) for one in worker["routers"]]
     return [future.result() for future in asked]
@@ -160,12 +158,24 @@ def look_at_script(worker: dict[str, Any]) -> dict[str, Any]:
 
 def look_at_unit(shown: systemd.Unit) -> dict[str, Any]:
     return {
-        "name": shown.name, "load": shown.load, "active": shown.active, "sub": shown.sub, "file_state": shown.file_state,
-        "fragment": shown.fragment, "text": shown.text, "drop_ins": shown.drop_ins, "digest": shown.digest,
-        "need_daemon_reload": shown.need_daemon_reload, "main_pid": shown.main_pid, "invocation": shown.invocation,
-        "restarts": shown.restarts, "exec_start": shown.exec_start, "user": shown.user,
-        "environment": visible(shown.environment), "environment_files": shown.environment_files,
-    }  # fmt: skip
+        "name": shown.name,
+        "load": shown.load,
+        "active": shown.active,
+        "sub": shown.sub,
+        "file_state": shown.file_state,
+        "fragment": shown.fragment,
+        "text": shown.text,
+        "drop_ins": shown.drop_ins,
+        "digest": shown.digest,
+        "need_daemon_reload": shown.need_daemon_reload,
+        "main_pid": shown.main_pid,
+        "invocation": shown.invocation,
+        "restarts": shown.restarts,
+        "exec_start": shown.exec_start,
+        "user": shown.user,
+        "environment": visible(shown.environment),
+        "environment_files": shown.environment_files,
+    }
 
 
 def look_at_process(worker: dict[str, Any], shown: systemd.Unit) -> dict[str, Any] | None:
@@ -181,9 +191,7 @@ def look_at_process(worker: dict[str, Any], shown: systemd.Unit) -> dict[str, An
         "cmdline": visible_arguments(main.cmdline),
         "cwd": _link(f"/proc/{main.pid}/cwd"),
         "state": main.environ.get("DSV4_FLEET_STATE"),
-        "environment": visible(
-            {name: value for name, value in main.environ.items() if name.startswith(_SHOWN)}
-        ),
+        "environment": visible({name: value for name, value in main.environ.items() if name.startswith(_SHOWN)}),
         "listening": any(pid in {one.pid for one in members} for pid in listening),
         "processes": len(members),
     }
@@ -215,15 +223,19 @@ def visible_arguments(arguments: list[str]) -> list[str]:
 
 
 def look_at_transaction(unit: str, ledger: Ledger, manager: systemd.Systemd) -> dict[str, Any] | None:
-    """The transaction that runs on this host; else one of this worker that has no result, or whose end needs a person."""
+    """The transaction that runs on this host; else one of this worker without a result, or that needs a person."""
     running = running_transaction(manager)
     for one in reversed(journal.unfinished()):
         request = one.request()
         if one.id == running or (running is None and request["worker"]["unit"] == unit):
             return {
-                "id": one.id, "running": one.id == running, "unit": request["worker"]["unit"],
-                "target": request["target"]["state"], "step": one.step(), "result": None,
-            }  # fmt: skip
+                "id": one.id,
+                "running": one.id == running,
+                "unit": request["worker"]["unit"],
+                "target": request["target"]["state"],
+                "step": one.step(),
+                "result": None,
+            }
     if not ledger.needs_person or ledger.last is None:
         return None
     one = journal.Transaction(ledger.last["id"])

@@ -24,9 +24,7 @@ class Transaction:
 
     def __init__(self, identity: str) -> None:
         if not _IDENTITY.fullmatch(identity):
-            raise AgentError(
-                f"transaction: found id {identity!r}, expected one like 20260921T101500-1a2b3c4d."
-            )
+            raise AgentError(f"transaction: found id {identity!r}, expected one like 20260921T101500-1a2b3c4d.")
         self.id = identity
         self.directory = paths.transaction(identity)
 
@@ -52,8 +50,7 @@ class Transaction:
         found = files.read_json(f"{self.directory}/request.json")
         if not isinstance(found, dict):
             raise AgentError(
-                f"transaction {self.id}: found no request in {self.directory}, expected one. It was never "
-                "started here."
+                f"transaction {self.id}: found no request in {self.directory}, expected one. It was never started here."
             )
         return found
 
@@ -199,8 +196,6 @@ def collect_garbage(keep: set[str]) -> None:
 
 def _listed(path: str) -> list[str]:
     try:
-        return [
-            item.name for item in os.scandir(path) if stat.S_ISREG(item.stat(follow_symlinks=False).st_mode)
-        ]
+        return [item.name for item in os.scandir(path) if stat.S_ISREG(item.stat(follow_symlinks=False).st_mode)]
     except FileNotFoundError:
         return []

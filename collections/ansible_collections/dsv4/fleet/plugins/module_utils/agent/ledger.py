@@ -37,9 +37,7 @@ class Ledger:
     def prove(self, state: str, identity: str, at: float, overrides: dict[str, Any]) -> None:
         """The state passed its gate and was admitted; a refusal of it is forgotten."""
         self.proved = [one for one in self.proved if one["state"] != state]
-        self.proved = [*self.proved, {"state": state, "at": at, "id": identity, "overrides": overrides}][
-            -PROVED:
-        ]
+        self.proved = [*self.proved, {"state": state, "at": at, "id": identity, "overrides": overrides}][-PROVED:]
         self.refused.pop(state, None)
 
     def refuse(self, state: str, identity: str, at: float, reason: str) -> None:
@@ -58,9 +56,7 @@ class Ledger:
     @property
     def needs_person(self) -> bool:
         """Whether the last end has to be looked at before anything else is done."""
-        return (
-            self.last is not None and self.last["end_state"] in NEEDS_PERSON and not self.last["acknowledged"]
-        )
+        return self.last is not None and self.last["end_state"] in NEEDS_PERSON and not self.last["acknowledged"]
 
     def acknowledge(self) -> None:
         if self.last is not None:

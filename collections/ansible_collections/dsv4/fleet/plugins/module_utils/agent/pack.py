@@ -22,12 +22,14 @@ if sys.version_info < (3, 9):
 sizes = [int(sys.argv[1]), int(sys.argv[3])]
 data = sys.stdin.buffer.read()
 if len(data) != sum(sizes):
-    refuse("agent: found %d bytes on standard input, expected %d. The connection broke: run again." % (len(data), sum(sizes)))
+    text = "agent: found %d bytes on standard input, expected %d. The connection broke: run again."
+    refuse(text % (len(data), sum(sizes)))
 program, request = data[:sizes[0]], data[sizes[0]:]
 for name, part, wanted in (("program", program, sys.argv[2]), ("request", request, sys.argv[4])):
     found = hashlib.sha256(part).hexdigest()
     if found != wanted:
-        refuse("agent: found sha256 %s of the %s, expected %s. It was damaged on its way: run again." % (found, name, wanted))
+        text = "agent: found sha256 %s of the %s, expected %s. It was damaged on its way: run again."
+        refuse(text % (found, name, wanted))
 handle = os.memfd_create("dsv4-agent")
 with open(handle, "wb", closefd=False) as file:
     file.write(program)

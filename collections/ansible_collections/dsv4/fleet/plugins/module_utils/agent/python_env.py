@@ -18,9 +18,9 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd
 MODULES = ("sglang", "dsv4_probe")
 
 _PROBE = """
-import importlib.machinery, json, os, site, sys
-sites = [path for path in dict.fromkeys([*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]) if os.path.isdir(path)]
-import importlib.util
+import importlib.util, json, os, site, sys
+sites = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+sites = [path for path in dict.fromkeys(sites) if os.path.isdir(path)]
 spec = importlib.util.find_spec("sglang")
 where = None
 if spec is not None:
@@ -55,9 +55,7 @@ def find(python: str) -> str:
     return found
 
 
-def execute(
-    python: str, arguments: list[str], directory: str, timeout_s: float, stdin: str | None = None
-) -> str:
+def execute(python: str, arguments: list[str], directory: str, timeout_s: float, stdin: str | None = None) -> str:
     """Run the server's interpreter with a clean environment; its standard output. Raises AgentError."""
     program = find(python)
     try:
@@ -67,8 +65,7 @@ def execute(
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise AgentError(
-            f"python: {program}: {error}; expected the server's interpreter to answer. Look at it on the "
-            "host."
+            f"python: {program}: {error}; expected the server's interpreter to answer. Look at it on the host."
         ) from error
     if done.returncode != 0:
         raise AgentError(
@@ -113,9 +110,7 @@ def fingerprint(executable: str, version: str, sites: list[str]) -> str:
             else:
                 continue
             digest.update(
-                f"{site}/{name} {'-' if data is None else files.sha256(data)}\n".encode(
-                    errors="surrogateescape"
-                )
+                f"{site}/{name} {'-' if data is None else files.sha256(data)}\n".encode(errors="surrogateescape")
             )
     return digest.hexdigest()
 
@@ -128,10 +123,7 @@ def stray(directories: list[str], tree: str) -> list[str]:
         for module in MODULES:
             for path in _importable(directory, module):
                 real = os.path.realpath(path)
-                if (
-                    not any(real == one or real.startswith(one + "/") for one in allowed)
-                    and path not in found
-                ):
+                if not any(real == one or real.startswith(one + "/") for one in allowed) and path not in found:
                     found.append(path)
     return found
 
@@ -154,9 +146,7 @@ def _importable(directory: str, module: str) -> list[str]:
 def compile_sources(python: str, sources: dict[str, str]) -> dict[str, Any]:
     """Compile sources (base64 of zlib) in memory with the server's Python."""
     return dict(
-        json.loads(
-            execute(python, ["-I", "-c", _COMPILE], empty(), 300.0, json.dumps(sources)).splitlines()[-1]
-        )
+        json.loads(execute(python, ["-I", "-c", _COMPILE], empty(), 300.0, json.dumps(sources)).splitlines()[-1])
     )
 
 

@@ -1,13 +1,15 @@
-"""What happens to a transaction whose agent died: at once by the unit's ExecStopPost, else before the next boot's worker."""
+"""A transaction whose agent died: repaired at once by ExecStopPost, else at boot before the worker starts."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import files, journal, paths, secrets
+from . import files, journal, paths, proc, secrets
 from .journal import Journal, Transaction
 from .ledger import Ledger
 from .transaction import Change, Tools
@@ -24,10 +26,7 @@ def install(transaction: Transaction, unit: str, manager: Any, say: Callable[...
     if files.read(path) != text:
         files.replace(path, text, 0o644)
         manager.daemon_reload()
-        say(
-            f"{paths.RECOVER_UNIT} installed: it repairs an interrupted change before the worker starts at"
-            " boot"
-        )
+        say(f"{paths.RECOVER_UNIT} installed: it repairs an interrupted change before the worker starts at boot")
     if manager.show(paths.RECOVER_UNIT).file_state != "enabled":
         manager.enable(paths.RECOVER_UNIT)
 
@@ -54,9 +53,10 @@ def unit_text(units: list[str]) -> str:
 def after_stop(identity: str, tools: Tools | None = None) -> dict[str, Any] | None:
     """ExecStopPost: repair this transaction if it has no result. None: there was nothing to do."""
     one = Transaction(identity)
+    tools = tools or Tools()
+    end_left_over()
     if one.result() is not None:
         return None
-    tools = tools or Tools()
     if _decided(one):
         return None
     change = Change(one, secrets.load(identity), tools)
@@ -65,6 +65,17 @@ def after_stop(identity: str, tools: Tools | None = None) -> dict[str, Any] | No
         change.restore_only()
         return None
     return change.recover()
+
+
+def end_left_over() -> None:
+    """End what a dead agent had started and left in our unit: it must not go on beside the recovery."""
+    own = proc.cgroup(os.getpid())
+    if os.path.basename(own) != paths.AGENT_UNIT:
+        return
+    for one in proc.processes_of(own):
+        if one.pid != os.getpid() and proc.start_time(one.pid) == one.start_time:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
 
 
 def at_boot(tools: Tools | None = None) -> list[dict[str, Any]]:

@@ -57,9 +57,7 @@ def stage(spec: dict[str, Any], tree: str, python: str, say: Callable[..., None]
         _seal(staging)
         files.replace(f"{staging}/manifest.json", files.canonical(manifest), 0o444)
         content_digest = files.index(f"{staging}/python").digest
-        files.replace(
-            f"{staging}/content.json", files.canonical({"format": 1, "digest": content_digest}), 0o444
-        )
+        files.replace(f"{staging}/content.json", files.canonical({"format": 1, "digest": content_digest}), 0o444)
         os.chmod(staging, 0o555)
         files.sync_file_system(staging)
         os.rename(staging, final)
@@ -98,11 +96,7 @@ def _check_files(name: str, manifest: dict[str, Any], content: dict[str, bytes])
         )
     for path, data in content.items():
         parts = path.split("/")
-        if (
-            parts[0] != "python"
-            or len(parts) < 2
-            or any(part in ("", ".", "..", "__pycache__") for part in parts)
-        ):
+        if parts[0] != "python" or len(parts) < 2 or any(part in ("", ".", "..", "__pycache__") for part in parts):
             raise AgentError(f"release {name}: found file path {path!r}, expected one below python/.")
         if files.sha256(data) != wanted[path]:
             raise AgentError(
@@ -155,8 +149,7 @@ def _compile(release: str, python: str, put_in: list[str], say: Callable[..., No
     missing = [path for path, code in zip(put_in, cached) if not os.path.exists(code)]
     if missing:
         raise AgentError(
-            f"release: {', '.join(missing)} do not compile with the server's Python, expected that they "
-            f"do. {said}"
+            f"release: {', '.join(missing)} do not compile with the server's Python, expected that they do. {said}"
         )
     if said:
         say("files of the base tree do not compile with the server's Python; they stay as they are")

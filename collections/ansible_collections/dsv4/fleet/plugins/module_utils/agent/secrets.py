@@ -29,9 +29,7 @@ def ensure_host_key(offered: str | None) -> str | None:
     if found is not None or offered is None:
         return found
     if not _KEY.fullmatch(offered):
-        raise AgentError(
-            "secrets.host_key: found something else than 64 hex digits, expected 32 random bytes in hex."
-        )
+        raise AgentError("secrets.host_key: found something else than 64 hex digits, expected 32 random bytes in hex.")
     files.directory(paths.LIB)
     files.replace(paths.HOST_KEY, offered.encode() + b"\n", 0o600)
     return offered

@@ -40,7 +40,7 @@ def start(request: dict[str, Any], program: bytes, manager: systemd.Systemd | No
                     "expected an end. Look at the worker, then run again with acknowledge: its files are "
                     "put back first."
                 )
-            recover.settle(old)
+            recover.settle(old, transaction.Tools(systemd=manager))
             ledger = Ledger(worker["unit"])
         if ledger.needs_person:
             ledger.acknowledge()
@@ -73,9 +73,7 @@ def _attach(running: str, worker: dict[str, Any], target: dict[str, Any]) -> dic
     )
 
 
-def _may_start(
-    request: dict[str, Any], worker: dict[str, Any], target: dict[str, Any], ledger: Ledger
-) -> None:
+def _may_start(request: dict[str, Any], worker: dict[str, Any], target: dict[str, Any], ledger: Ledger) -> None:
     """Compare-and-set, refused states, ends that need a person."""
     data = files.read(worker["script"])
     found = None if data is None else files.sha256(data)
@@ -119,7 +117,9 @@ def _launch(one: journal.Transaction, limits: dict[str, Any], manager: systemd.S
         # ExecStopPost may have to restart and prove a server; systemd gives it this long.
         f"TimeoutStopSec={transaction.backward_s(limits) + transaction.RUNTIME_MARGIN_S:.0f}",
         f"ExecStopPost={python} -I {one.program} recover {one.id}",
-        "KillMode=control-group",
+        # When the agent dies, recovery must begin at once. With another KillMode systemd first waits for what the
+        # agent had started, and on cgroup v1 it can miss that it went; `recover` ends what is left instead.
+        "KillMode=process",
         # Out of memory is likelier here than anywhere: let it be the server, which is proved afterwards.
         "OOMScoreAdjust=-900",
     ]
@@ -133,10 +133,8 @@ def _launch(one: journal.Transaction, limits: dict[str, Any], manager: systemd.S
     )
 
 
-def follow(
-    identity: str, line: int, seconds: float, manager: systemd.Systemd | None = None
-) -> dict[str, Any]:
-    """Journal lines from `line` on, as soon as there are any, at most `seconds` later; with the result once there is one."""
+def follow(identity: str, line: int, seconds: float, manager: systemd.Systemd | None = None) -> dict[str, Any]:
+    """Journal lines from `line` on, as soon as there are any and at most `seconds` later; and the result."""
     manager = manager or systemd.Systemd()
     one = journal.Transaction(identity)
     one.request()

@@ -42,9 +42,7 @@ def state_of(script: bytes) -> str:
 
 def exports(script: bytes) -> dict[str, str]:
     """The DSV4_FLEET_* names that the script exports, without quotes."""
-    return {
-        name: value.strip().strip("'\"") for name, value in _EXPORT.findall(script.decode(errors="replace"))
-    }
+    return {name: value.strip().strip("'\"") for name, value in _EXPORT.findall(script.decode(errors="replace"))}
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,8 @@ class Store:
         expect = files.read_json(f"{path}/expect.json")
         if not isinstance(expect, dict):
             raise AgentError(
-                f"state {name}: found none in {path}, expected a kept state. Kept are: {', '.join(self.names()) or 'none'}."
+                f"state {name}: found none in {path}, expected a kept state. "
+                f"Kept are: {', '.join(self.names()) or 'none'}."
             )
         script, unit = files.read(f"{path}/script"), files.read(f"{path}/unit")
         if name != BASELINE and (script is None or unit is None or state_of(script) != name):
@@ -116,9 +115,7 @@ class Store:
 
     def _keep(self, name: str, content: dict[str, bytes]) -> None:
         path = self.path(name)
-        if os.path.isdir(path) and all(
-            files.read(f"{path}/{file}") == data for file, data in content.items()
-        ):
+        if os.path.isdir(path) and all(files.read(f"{path}/{file}") == data for file, data in content.items()):
             return
         staging = files.temporary_path(path, "staging")
         files.directory(os.path.dirname(path), 0o700)
@@ -133,9 +130,7 @@ class Store:
             files.remove_tree(staging)
         files.sync_directory(os.path.dirname(path))
 
-    def record_baseline(
-        self, unit: Unit, environment: dict[str, str] | None, arguments: list[str] | None
-    ) -> bool:
+    def record_baseline(self, unit: Unit, environment: dict[str, str] | None, arguments: list[str] | None) -> bool:
         """At first contact, keep what is there; never again, so that the original stays the original.
 
         environment, arguments: of the running main process, None where nothing runs.
@@ -250,8 +245,7 @@ class Store:
             if not os.path.isdir(paths.release(str(expect.get("release")))):
                 files.remove_tree(self.path(name))
         named = {
-            exports(files.read(f"{self.path(name)}/script") or b"").get("DSV4_FLEET_SECRETS")
-            for name in self.names()
+            exports(files.read(f"{self.path(name)}/script") or b"").get("DSV4_FLEET_SECRETS") for name in self.names()
         }
         for digest in _listed(f"{self.directory}/secrets"):
             if digest not in named:

@@ -81,9 +81,7 @@ class Systemd:
             file_state=found.get("UnitFileState", ""),
             fragment=fragment,
             text=_text(fragment) if fragment else None,
-            drop_ins=[
-                {"path": path, "text": _text(path) or ""} for path in found.get("DropInPaths", "").split()
-            ],
+            drop_ins=[{"path": path, "text": _text(path) or ""} for path in found.get("DropInPaths", "").split()],
             need_daemon_reload=found.get("NeedDaemonReload") == "yes",
             main_pid=int(found.get("MainPID") or 0),
             invocation=found.get("InvocationID", ""),
@@ -121,8 +119,7 @@ class Systemd:
         state = self.show(unit).file_state
         if state in ("enabled", "enabled-runtime"):
             raise AgentError(
-                f"{unit}: found unit file state {state!r} after disabling it, expected 'disabled'. Disable"
-                " it by hand."
+                f"{unit}: found unit file state {state!r} after disabling it, expected 'disabled'. Disable it by hand."
             )
 
     def start(self, unit: str, timeout_s: float) -> None:
@@ -185,8 +182,7 @@ class _Late(AgentError):
 def _execute(command: list[str], timeout_s: float, allow: tuple[int, ...]) -> str:
     if not os.path.isdir("/run/systemd/system"):
         raise AgentError(
-            "systemd: found no /run/systemd/system, expected a host that was booted by systemd. Run the "
-            "worker on one."
+            "systemd: found no /run/systemd/system, expected a host that was booted by systemd. Run the worker on one."
         )
     try:
         done = subprocess.run(
@@ -203,8 +199,7 @@ def _execute(command: list[str], timeout_s: float, allow: tuple[int, ...]) -> st
     if done.returncode not in allow:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing")[:2000]
         raise AgentError(
-            f"{shlex.join(command[:6])}: found exit status {done.returncode}, expected {allow[0]}; it "
-            f"said: {said}"
+            f"{shlex.join(command[:6])}: found exit status {done.returncode}, expected {allow[0]}; it said: {said}"
         )
     return done.stdout
 

@@ -114,18 +114,18 @@ class Change:
             return end.result
 
     def _forward(self) -> dict[str, Any]:
-        with self._failing("stage", self._unchanged):
-            with self.journal.step("stage", f"staging {self._short(self.wanted)} on {self.worker['name']}"):
-                target = self._stage()
+        text = f"staging {self._short(self.wanted)} on {self.worker['name']}"
+        with self._failing("stage", self._unchanged), self.journal.step("stage", text):
+            target = self._stage()
         with self._failing("gate", self._unchanged):
             if self._is_live(target) and self._confirmed(target):
                 return self._succeed(target)
         with self._failing("stage", self._unchanged):
             before = self._main()
             temporary = self.store.stage_script(target, self.transaction.id)
-        with self._failing("drain", self._put_back):
-            with self.journal.step("drain", "taking the worker out of its routers"):
-                self._drain()
+        text = "taking the worker out of its routers"
+        with self._failing("drain", self._put_back), self.journal.step("drain", text):
+            self._drain()
         with self._failing("switch", self._roll_back):
             with self.journal.step("switch", f"switching to {self._short(target.name)}"):
                 self._switch(target, temporary)
@@ -184,9 +184,7 @@ class Change:
         self.store.record_baseline(shown, environment, main.cmdline if main else None)
         self.say("first contact: the script, the unit and the running process are recorded as the baseline")
         if main is not None and self.store.load(states.BASELINE).runnable:
-            status, _ = self.tools.health(
-                self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"])
-            )
+            status, _ = self.tools.health(self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"]))
             if status == 200:
                 self.ledger.prove(states.BASELINE, self.transaction.id, time.time(), self.ledger.overrides)
                 self.ledger.save()
@@ -202,9 +200,7 @@ class Change:
                 )
             if state.release is not None:
                 release.check(state.release)
-            if state.secrets != secrets.NONE and not os.path.isdir(
-                secrets.directory(self.unit, state.secrets)
-            ):
+            if state.secrets != secrets.NONE and not os.path.isdir(secrets.directory(self.unit, state.secrets)):
                 raise AgentError(
                     f"state {self.wanted}: found its secrets {state.secrets[:12]} gone, expected them. "
                     "Deploy that state anew."
@@ -212,10 +208,7 @@ class Change:
             self._same_drop_ins(state, shown)
             return state
         script = target["script"].encode()
-        if (
-            states.state_of(script) != self.wanted
-            or states.exports(script).get("DSV4_FLEET_STATE") != self.wanted
-        ):
+        if states.state_of(script) != self.wanted or states.exports(script).get("DSV4_FLEET_STATE") != self.wanted:
             raise AgentError(
                 f"script: found state {states.state_of(script)}, declared "
                 f"{states.exports(script).get('DSV4_FLEET_STATE')}, expected {self.wanted} twice. Render "
@@ -254,8 +247,7 @@ class Change:
             named = states.exports(state.script or b"").get("DSV4_FLEET_UNIT")
         if systemd.unit_digest(state.unit or "", shown.drop_ins) != named:
             self._note(
-                f"{self.unit} has other drop-ins than when {self._short(state.name)} was kept; they stay "
-                "as they are"
+                f"{self.unit} has other drop-ins than when {self._short(state.name)} was kept; they stay as they are"
             )
 
     def _install_recovery(self) -> None:
@@ -325,9 +317,7 @@ class Change:
             self.tools.drain(self.worker, self.secrets, self.limits, self.say)
         except router.DrainRefused as error:
             # A server that hangs never gets idle and cannot be put back: nothing is saved by leaving it hanging.
-            status, said = self.tools.health(
-                self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"])
-            )
+            status, said = self.tools.health(self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"]))
             if error.restored or status == 200 or self._listed():
                 raise
             self._note(
@@ -471,9 +461,7 @@ class Change:
         with self.journal.step("admit", "putting the worker into its routers"):
             if self._ensure_enabled():
                 self.changed.append("unit")
-            for note in (
-                self.tools.admit(self.worker, self.secrets, self.limits, self.say, self.generation) or []
-            ):
+            for note in self.tools.admit(self.worker, self.secrets, self.limits, self.say, self.generation) or []:
                 self._note(note)
             if self.admits:
                 self.changed.append("admit")
@@ -517,9 +505,7 @@ class Change:
         failed_gate = isinstance(error, gate.GateRefused) or step in ("start", "gate")
         self._collect()
         if failed_gate:
-            self.ledger.refuse(
-                self.wanted, self.transaction.id, time.time(), str(hide(str(error), self.secret_texts))
-            )
+            self.ledger.refuse(self.wanted, self.transaction.id, time.time(), str(hide(str(error), self.secret_texts)))
             self.ledger.save()
         fallback = self._fallback(self.wanted)
         if isinstance(error, NotGone):
@@ -531,14 +517,12 @@ class Change:
             self._note("there is no proved state to go back to")
             return self._drain_out(step, error, stop=True)
         if step == "admit" and not self._routers_answer():
-            self._note(
-                "it passed its gate; its routers do not answer, so going back would not admit it either"
-            )
+            self._note("it passed its gate; its routers do not answer, so going back would not admit it either")
             return self._drain_out(step, error, stop=True)
         try:
-            with _deadline(backward_s(self.limits)):
-                with self.journal.step("rollback", f"bringing {self._short(fallback.name)} back"):
-                    self._bring_back(fallback)
+            text = f"bringing {self._short(fallback.name)} back"
+            with _deadline(backward_s(self.limits)), self.journal.step("rollback", text):
+                self._bring_back(fallback)
         except (Exception, Deadline) as second:
             self._note(f"bringing {self._short(fallback.name)} back failed: {second}")
             return self._drain_out(step, error, stop=not isinstance(second, NotGone))
@@ -586,9 +570,10 @@ class Change:
         return True
 
     def _each_router(self) -> list[Any]:
+        found: list[Any] = []
         with self._noting("finding its routers"):
-            return self.tools.routers(self.worker, self.secrets)
-        return []
+            found = self.tools.routers(self.worker, self.secrets)
+        return found
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -600,14 +585,13 @@ class Change:
 
     def _collect(self) -> None:
         """Evidence before anything of it is overwritten."""
-        with self._noting("collecting evidence"):
-            with self.journal.step("evidence", "collecting evidence"):
-                names = self.tools.collect(self.worker, self.transaction.evidence, self.started)
-                self.say(f"evidence: {', '.join(names)}")
-                self.evidence = self.transaction.evidence
+        with self._noting("collecting evidence"), self.journal.step("evidence", "collecting evidence"):
+            names = self.tools.collect(self.worker, self.transaction.evidence, self.started)
+            self.say(f"evidence: {', '.join(names)}")
+            self.evidence = self.transaction.evidence
 
     def _fallback(self, failed: str | None) -> states.State | None:
-        """The last proved state, else the baseline; never the state that failed, never one older than the last proved."""
+        """The last proved state, else the baseline. Never the one that failed, nor one older than the last proved."""
         name = self.ledger.last_proved() if self.ledger.proved else states.BASELINE
         if name is None or name == failed or (name == states.BASELINE and not self.store.has_baseline()):
             return None
@@ -624,21 +608,17 @@ class Change:
             f"state. Look at 'journalctl -u {paths.AGENT_UNIT}'."
         )
         try:
-            with _deadline(backward_s(self.limits)):
-                with self.journal.step(
-                    "rollback", f"recovering a transaction that died in step {reached or 'none'}"
-                ):
-                    self.store.discard_temporary(self.transaction.id)
-                    if self.transaction.began("switch"):
-                        self._collect()
-                        fallback = self._fallback(None)
-                        if fallback is None or not fallback.runnable:
-                            raise AgentError(
-                                "found no proved state to go back to, expected one. Deploy a state anew."
-                            )
-                        self._bring_back(fallback)
-                    elif self.transaction.began("drain") and self.was_listed:
-                        self._admit()
+            text = f"recovering a transaction that died in step {reached or 'none'}"
+            with _deadline(backward_s(self.limits)), self.journal.step("rollback", text):
+                self.store.discard_temporary(self.transaction.id)
+                if self.transaction.began("switch"):
+                    self._collect()
+                    fallback = self._fallback(None)
+                    if fallback is None or not fallback.runnable:
+                        raise AgentError("found no proved state to go back to, expected one. Deploy a state anew.")
+                    self._bring_back(fallback)
+                elif self.transaction.began("drain") and self.was_listed:
+                    self._admit()
         except (Exception, Deadline) as second:
             self._note(f"recovering failed: {second}")
             return self._drain_out(reached or "stage", error, stop=not isinstance(second, NotGone))
@@ -678,14 +658,14 @@ class Change:
         return self._end("applied" if self.changed else "unchanged", None, None)
 
     def _end(self, end_state: str, error: BaseException | None, step: str | None) -> dict[str, Any]:
-        """Decide, write the ledger, give the result: in this order, so that a crash between is repaired by `recover`."""
+        """Decide, write the ledger, give the result. In this order `recover` can tell after a crash between them."""
         failed = error is not None
         if error is not None and not isinstance(error, AgentError):
             self.say(f"{type(error).__name__}: {error}")
         now = None
         with self._noting("asking systemd for the live state"):
             now = self._live_state(self.tools.systemd.show(self.unit))
-        result = {
+        result: dict[str, Any] = {
             "format": 1,
             "id": self.transaction.id,
             "end_state": end_state,
@@ -733,9 +713,7 @@ class Change:
         declared = main.environ.get("DSV4_FLEET_STATE")
         if declared or not self.store.has_baseline():
             return declared
-        return (
-            states.BASELINE if main.cmdline == self.store.load(states.BASELINE).expect["arguments"] else None
-        )
+        return states.BASELINE if main.cmdline == self.store.load(states.BASELINE).expect["arguments"] else None
 
     @contextlib.contextmanager
     def _failing(self, step: str, way_back: Callable[[str, BaseException], dict[str, Any]]) -> Iterator[None]:
@@ -771,8 +749,7 @@ def _deadline(seconds: float) -> Iterator[None]:
 
     def late(_signal: int, _frame: Any) -> None:
         raise Deadline(
-            f"the transaction's own deadline of {seconds:.0f} s is over, expected its steps to end in "
-            "their times"
+            f"the transaction's own deadline of {seconds:.0f} s is over, expected its steps to end in their times"
         )
 
     previous = signal.signal(signal.SIGALRM, late)
@@ -799,11 +776,7 @@ def tidy(keep_releases: int, keep_transactions: set[str]) -> None:
     for unit in units:
         ledger = Ledger(unit)
         worker = next(
-            (
-                one.request()["worker"]
-                for one in reversed(everything())
-                if one.request()["worker"]["unit"] == unit
-            ),
+            (one.request()["worker"] for one in reversed(everything()) if one.request()["worker"]["unit"] == unit),
             None,
         )
         store = states.Store(worker or {"unit": unit, "script": ""})
