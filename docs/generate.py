@@ -46,7 +46,14 @@ def reference() -> str:
     lines = ["# Reference: every input", "", "Made from the roles' argument specs by `make docs`.", ""]
     for path in sorted(ROOT.glob("roles/*/meta/argument_specs.yml")):
         spec = yaml.safe_load(path.read_text())["argument_specs"]["main"]
-        lines += [f"## {path.parents[1].name}", "", spec["short_description"] + ".", "", "| variable | type | default | |", "|---|---|---|---|"]
+        lines += [
+            f"## {path.parents[1].name}",
+            "",
+            spec["short_description"] + ".",
+            "",
+            "| variable | type | default | |",
+            "|---|---|---|---|",
+        ]
         for name, option in spec["options"].items():
             default = _yaml(option["default"]).replace("|", "\\|")
             lines.append(f"| `{name}` | {option['type']} | `{default}` | {option['description']} |")

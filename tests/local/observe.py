@@ -26,7 +26,9 @@ def environment(host: Host) -> dict[str, str]:
 def passports(host: Host) -> list[dict[str, Any]]:
     """The passports of the worker's processes."""
     names = host.check_output("ls /run/dsv4/sglang-dsv4-decode").split()
-    return [json.loads(host.file(f"/run/dsv4/sglang-dsv4-decode/{name}").content_string) for name in names if name.endswith(".json")]
+    return [
+        json.loads(host.file(f"/run/dsv4/sglang-dsv4-decode/{name}").content_string) for name in names if name.endswith(".json")
+    ]
 
 
 def router_workers(host: Host) -> dict[str, bool]:

@@ -24,7 +24,9 @@ def test_script_is_executable_root_owned_and_names_its_own_digest(host: Host) ->
 
 
 def test_the_live_process_runs_the_script_on_disk(host: Host) -> None:
-    assert f"export DSV4_FLEET_STATE={observe.environment(host)['DSV4_FLEET_STATE']}\n" in host.file(observe.SCRIPT).content_string
+    assert (
+        f"export DSV4_FLEET_STATE={observe.environment(host)['DSV4_FLEET_STATE']}\n" in host.file(observe.SCRIPT).content_string
+    )
 
 
 def test_every_process_imported_the_release_and_parsed_the_flags(host: Host) -> None:

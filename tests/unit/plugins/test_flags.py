@@ -28,7 +28,9 @@ def test_every_way_to_say_off_is_off(value: Any) -> None:
     assert flags.parse_bool("f", value, "x") is False
 
 
-@pytest.mark.parametrize("value", ["enabled", "tru", "1 ", " 0", "y", "n", "", None, 2, 8, 90, -1, 1.5, [], {}, "None", "on\u200b"])
+@pytest.mark.parametrize(
+    "value", ["enabled", "tru", "1 ", " 0", "y", "n", "", None, 2, 8, 90, -1, 1.5, [], {}, "None", "on\u200b"]
+)
 def test_anything_else_names_variable_value_place_and_what_is_allowed(value: Any) -> None:
     with pytest.raises(flags.SettingError) as error:
         resolve({"dsv4_flag_ge_diff": value})

@@ -10,13 +10,22 @@ from ansible_collections.dsv4.fleet.plugins.plugin_utils import fleet
 STATE = "a" * 64
 
 
-def worker(name: str, role: str = "decode", reasons: Any = ("restart",), bf16: bool = False, admitted: int = 3, **seen: Any) -> dict[str, Any]:
+def worker(
+    name: str, role: str = "decode", reasons: Any = ("restart",), bf16: bool = False, admitted: int = 3, **seen: Any
+) -> dict[str, Any]:
     return {
         "worker": {"name": name, "role": role},
         "seen": {
             "transaction": None,
             "ledger": {"refused": {}},
-            "routers": [{"url": "http://r:8000", "reachable": True, "error": None, "admitted": {"decode": admitted, "prefill": 2}}],
+            "routers": [
+                {
+                    "url": "http://r:8000",
+                    "reachable": True,
+                    "error": None,
+                    "admitted": {"decode": admitted, "prefill": 2},
+                }
+            ],
             **seen,
         },
         "wanted": {"state": STATE, "flags": {"bf16_index_k": bf16}},
@@ -27,7 +36,8 @@ def worker(name: str, role: str = "decode", reasons: Any = ("restart",), bf16: b
 
 def wanted(hosts: Any = ("d1", "d2", "d3"), **other: Any) -> fleet.Wanted:
     base: dict[str, Any] = {
-        "target": "decode", "left_out": [], "whole": False, "waves": [1], "at_once": 1, "min_admitted": 1, "acknowledge": [], "retry_state": "",
+        "target": "decode", "left_out": [], "whole": False, "waves": [1], "at_once": 1,
+        "min_admitted": 1, "acknowledge": [], "retry_state": "",
     }  # fmt: skip
     return fleet.Wanted(hosts=list(hosts), **{**base, **other})
 
@@ -52,7 +62,14 @@ def test_limit_that_leaves_workers_out_stops_a_rollout_of_the_whole_fleet() -> N
 
 @pytest.mark.parametrize(
     ("waves", "cut"),
-    [([1], [1, 1, 1, 1, 1]), ([1, "25%", "100%"], [1, 1, 3]), (["100%"], [5]), ([2], [2, 2, 1]), (["1%"], [1] * 5), ([10], [5])],
+    [
+        ([1], [1, 1, 1, 1, 1]),
+        ([1, "25%", "100%"], [1, 1, 3]),
+        (["100%"], [5]),
+        ([2], [2, 2, 1]),
+        (["1%"], [1] * 5),
+        ([10], [5]),
+    ],
 )
 def test_waves_are_cut_as_serial_cuts_them(waves: Any, cut: list[int]) -> None:
     assert fleet.wave_sizes(waves, 5) == cut

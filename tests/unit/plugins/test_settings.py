@@ -27,7 +27,8 @@ def test_values_keep_every_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    "item", ["trust-remote-code", "--tp 4", "--tp=4", {"tp": 4}, {"--tp": 4, "--dp": 2}, {"--tp": None}, {"--tp": {}}, 4, None]
+    "item",
+    ["trust-remote-code", "--tp 4", "--tp=4", {"tp": 4}, {"--tp": 4, "--dp": 2}, {"--tp": None}, {"--tp": {}}, 4, None],
 )
 def test_other_shapes_are_refused_with_their_place(item: Any) -> None:
     with pytest.raises(SettingError, match=r"group_vars/all\.yml"):
@@ -63,12 +64,21 @@ def test_invisible_characters_are_named(hidden: str) -> None:
 
 
 def test_booleans_become_ones_and_zeros() -> None:
-    assert settings.environment({"SGLANG_A": True, "SGLANG_B": False}, "dsv4_extra_env", (), here) == {"SGLANG_A": "1", "SGLANG_B": "0"}
+    assert settings.environment({"SGLANG_A": True, "SGLANG_B": False}, "dsv4_extra_env", (), here) == {
+        "SGLANG_A": "1",
+        "SGLANG_B": "0",
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("SGL_X", "SGLANG_X"), ("A-B", "letters"), ("PYTHONPATH", "sets itself"), ("DSV4_FLEET_STATE", "sets itself"), ("SGLANG_DSV4_GE_DIFF", "sets itself")],
+    [
+        ("SGL_X", "SGLANG_X"),
+        ("A-B", "letters"),
+        ("PYTHONPATH", "sets itself"),
+        ("DSV4_FLEET_STATE", "sets itself"),
+        ("SGLANG_DSV4_GE_DIFF", "sets itself"),
+    ],
 )
 def test_names_that_are_not_free_are_refused(name: str, says: str) -> None:
     with pytest.raises(SettingError, match=says):

@@ -10,12 +10,9 @@ import typing as t
 from ansible import constants
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
-
 from ansible_collections.dsv4.fleet.plugins.plugin_utils import compare, remote, store
 
-ARGUMENTS = frozenset(
-    {"inspected", "worker", "secrets", "limits", "generation", "acknowledge", "retry_state", "preserve"}
-)
+ARGUMENTS = frozenset({"inspected", "worker", "secrets", "limits", "generation", "acknowledge", "retry_state", "preserve"})
 FOLLOW_S = 5
 """How long one read waits for the next journal line."""
 RECONNECT_S = 2
@@ -36,22 +33,40 @@ class ActionModule(ActionBase):
         result = super().run(tmp, task_vars)
         args = self._task.args
         if set(args) != ARGUMENTS:
-            return {**result, "failed": True, "msg": f"found the arguments {sorted(args)}, expected {sorted(ARGUMENTS)}"}
+            return {
+                **result,
+                "failed": True,
+                "msg": f"found the arguments {sorted(args)}, expected {sorted(ARGUMENTS)}",
+            }
         inspected = args["inspected"]
         result["inventory_lines"] = [
             f"dsv4_flag_{short}: {str(bool(one['value'])).lower()}" for short, one in inspected["wanted"]["overrides"].items()
         ]
         if not inspected["reasons"]:
             state = inspected["wanted"]["state"]
-            return {**result, "changed": False, "dsv4": {"end_state": "unchanged", "failed": False, "state": {"now": state}}}
+            return {
+                **result,
+                "changed": False,
+                "dsv4": {"end_state": "unchanged", "failed": False, "state": {"now": state}},
+            }
         if self._task.check_mode:
             changed = sorted(inspected["reasons"])
-            foreseen = {"end_state": "unchanged", "failed": False, "would_change": changed, "state": {"wanted": inspected["wanted"]["state"]}}
+            foreseen = {
+                "end_state": "unchanged",
+                "failed": False,
+                "would_change": changed,
+                "state": {"wanted": inspected["wanted"]["state"]},
+            }
             return {**result, "changed": True, "diff": inspected["diff"], "dsv4": foreseen}
         halt = pathlib.Path(constants.DEFAULT_LOCAL_TMP) / "dsv4-halt"
         if halt.exists():
             text = f"not touched: {halt.read_text()} failed before it"
-            return {**result, "failed": True, "msg": text, "dsv4": {"end_state": "not touched", "failed": True, "error": text}}
+            return {
+                **result,
+                "failed": True,
+                "msg": text,
+                "dsv4": {"end_state": "not touched", "failed": True, "error": text},
+            }
         outcome = self._change(args, task_vars or {})
         if outcome["failed"]:
             # The directory is this run's own and all its forks share it: the rest of the wave must not begin.

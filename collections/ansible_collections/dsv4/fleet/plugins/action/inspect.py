@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import getpass
-import os
-import pathlib
 import platform
 import secrets as random
 import time
 import typing as t
 
 from ansible.plugins.action import ActionBase
-from ansible.template import trust_as_template
-
-from ansible_collections.dsv4.fleet.plugins.plugin_utils import compare, flags, origin, remote, settings, specs, store, wanted
+from ansible_collections.dsv4.fleet.plugins.plugin_utils import (
+    compare,
+    flags,
+    origin,
+    remote,
+    render,
+    settings,
+    specs,
+    store,
+    wanted,
+)
 from ansible_collections.dsv4.fleet.plugins.plugin_utils import tree as upstream
 from ansible_collections.dsv4.fleet.plugins.plugin_utils.flags import SettingError
 
-ARGUMENTS = frozenset(
-    {"worker", "serve", "release", "secrets", "overrides", "clear_overrides", "why", "rollback", "look_only"}
-)
+ARGUMENTS = frozenset({"worker", "serve", "release", "secrets", "overrides", "clear_overrides", "why", "rollback", "look_only"})
 
 ROLES = ("fleet_preflight", "sglang_worker", "sglang_serve", "sglang_release")
 
@@ -37,7 +41,11 @@ class ActionModule(ActionBase):
         variables = task_vars or {}
         args = self._task.args
         if set(args) != ARGUMENTS:
-            return {**result, "failed": True, "msg": f"found the arguments {sorted(args)}, expected {sorted(ARGUMENTS)}"}
+            return {
+                **result,
+                "failed": True,
+                "msg": f"found the arguments {sorted(args)}, expected {sorted(ARGUMENTS)}",
+            }
         agent = remote.Agent(self, remote.interpreter(variables))
         try:
             found = _Inspection(self, agent, variables, args).run()
@@ -50,9 +58,7 @@ class ActionModule(ActionBase):
 class _Inspection:
     """One host's inspection: settings first (no connection), then the host, then what both make together."""
 
-    def __init__(
-        self, action: ActionModule, agent: remote.Agent, variables: dict[str, t.Any], args: dict[str, t.Any]
-    ) -> None:
+    def __init__(self, action: ActionModule, agent: remote.Agent, variables: dict[str, t.Any], args: dict[str, t.Any]) -> None:
         self._action = action
         self._agent = agent
         self._variables = variables
@@ -64,14 +70,14 @@ class _Inspection:
 
     def run(self) -> dict[str, t.Any]:
         problems = _Problems()
-        problems.collect(
-            lambda: specs.check(ROLES, self._variables, self._action._templar.template, self._where.variable)
-        )
+        problems.collect(lambda: specs.check(ROLES, self._variables, self._action._templar.template, self._where.variable))
         table = flags.table(self._args["serve"]["flags"])
         # Overrides are not known yet; the variables themselves must be right before any host is asked.
         problems.collect(lambda: self._resolve(table, {}))
         arguments = problems.collect(lambda: settings.launch_arguments(self._args["serve"]["arguments"], self._where.value))
-        command = problems.collect(lambda: settings.words(self._input("serve_engine_command"), "serve_engine_command", self._where.value))
+        command = problems.collect(
+            lambda: settings.words(self._input("serve_engine_command"), "serve_engine_command", self._where.value)
+        )
         reserved = {row.env for row in table} | {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "SPT_NOENV"}
         extra = problems.collect(
             lambda: settings.environment(self._input("dsv4_extra_env"), "dsv4_extra_env", reserved, self._where.value)
@@ -127,10 +133,10 @@ class _Inspection:
             self._worker, table, resolved, extra, command, arguments, digest,
             bool(self._secrets["env"]), bool(self._secrets["args"]), unit_settings,
         )  # fmt: skip
-        unit = self._render(self._args["serve"]["unit_template"], "dsv4_unit", wanted.unit_variables(inputs))
+        unit = self._render("unit_template", {"dsv4_unit": wanted.unit_variables(inputs)})
         unit_digest = wanted.unit_digest(unit, seen["unit"]["drop_ins"])
         script = wanted.script_variables(inputs, release["digest"], unit_digest, seen["python"]["fingerprint"])
-        text = self._render(self._args["serve"]["template"], "dsv4_script", script)
+        text = self._render("template", {"dsv4_script": script})
         release["changes"] = _changes(release["manifest"])
         want = {
             **wanted.finish(text, script, inputs),
@@ -196,9 +202,7 @@ class _Inspection:
     def _compile(self, files: dict[str, bytes], problems: _Problems) -> None:
         """Patched files must compile with the Python of the host that will run them."""
         sources = {name: remote.pack_text(data) for name, data in files.items() if name.endswith(".py")}
-        answer = self._agent.call(
-            {"format": 1, "op": "compile", "python": self._worker["python"], "sources": sources}
-        )
+        answer = self._agent.call({"format": 1, "op": "compile", "python": self._worker["python"], "sources": sources})
         for error in answer["errors"]:
             problems.add(
                 f"release: {error['file']} line {error['line']}: {error['error']}, found by Python {answer['version']} of "
@@ -212,19 +216,9 @@ class _Inspection:
         key = random.token_hex(32)
         return wanted.keyed_digest(key, self._secrets["env"], self._secrets["args"]), key
 
-    def _render(self, path: str, name: str, value: dict[str, t.Any]) -> str:
-        """A template of the operator's, with this host's variables and ours under *name*."""
-        source = pathlib.Path(path)
-        if not source.is_file():
-            raise SettingError(f"template: found no file {source}; expected one; correct sglang_serve_template")
-        text = source.read_bytes().decode()
-        if "\r" in text:
-            raise SettingError(f"template {source}: found carriage returns; expected LF line ends only; convert the file")
-        templar = self._action._templar.copy_with_new_env(
-            searchpath=[os.fspath(source.parent)], available_variables={**self._variables, name: value}
-        )
-        rendered = templar.template(trust_as_template(text), escape_backslashes=False, overrides={"trim_blocks": True})
-        return str(rendered)
+    def _render(self, template: str, ours: dict[str, t.Any]) -> str:
+        variables = {**self._variables, **ours}
+        return render.template(self._action._templar, self._args["serve"][template], variables)
 
 
 class _Problems:
@@ -279,4 +273,9 @@ def _rollback(seen: dict[str, t.Any]) -> dict[str, t.Any]:
             why = {"restart": f"roll back to {compare.short(entry['state'])}, proved {_utc(entry['at'])}"}
             return {"wanted": stored, "reasons": why, "notes": [], "diff": []}
     note = "found no proved state other than the live one; nothing to roll back to"
-    return {"wanted": {"state": live, "stored": True, "overrides": {}, "flags": None}, "reasons": {}, "notes": [note], "diff": []}
+    return {
+        "wanted": {"state": live, "stored": True, "overrides": {}, "flags": None},
+        "reasons": {},
+        "notes": [note],
+        "diff": [],
+    }

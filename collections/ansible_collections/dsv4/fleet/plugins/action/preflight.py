@@ -8,7 +8,6 @@ from ansible import constants
 from ansible.plugins.action import ActionBase
 from ansible.release import __version__ as ansible_version
 from ansible.utils.display import Display
-
 from ansible_collections.dsv4.fleet.plugins.plugin_utils import fleet
 from ansible_collections.dsv4.fleet.plugins.plugin_utils.flags import SettingError, parse_bool
 

@@ -6,7 +6,6 @@ import typing as t
 
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
-
 from ansible_collections.dsv4.fleet.plugins.plugin_utils import status
 
 display = Display()

@@ -60,7 +60,11 @@ class CallbackModule(CallbackBase):
             self._planned = result.result.get("hosts", [])
         elif action == "dsv4.fleet.inspect" and result.is_failed():
             end = (result.result.get("dsv4") or {}).get("end_state", "unchanged")
-            self._ends[result.host.get_name()] = {"end_state": end, "failed": True, "error": result.result.get("msg", "")}
+            self._ends[result.host.get_name()] = {
+                "end_state": end,
+                "failed": True,
+                "error": result.result.get("msg", ""),
+            }
 
     def v2_runner_on_ok(self, result: t.Any) -> None:
         self._keep(result)

@@ -100,7 +100,7 @@ def _worker_problems(host: str, one: t.Mapping[str, t.Any], wanted: Wanted) -> l
         found.append(
             f"{host}: found the transaction {running['id']} ended {end} (step {running['step']}) and not looked at since; "
             f"expected a person's word; look at {host} (docs/runbook.md), then run again with "
-            f"-e '{{\"sglang_worker_acknowledge\": [\"{host}\"]}}'"
+            f'-e \'{{"sglang_worker_acknowledge": ["{host}"]}}\''
         )
     refused = seen["ledger"]["refused"].get(target)
     if refused and not (len(wanted.retry_state) >= 12 and target.startswith(wanted.retry_state)):

@@ -10,7 +10,6 @@ import zlib
 
 from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
-
 from ansible_collections.dsv4.fleet.plugins.module_utils.agent import pack
 
 

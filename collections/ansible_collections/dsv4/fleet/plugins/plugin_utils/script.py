@@ -129,4 +129,6 @@ def verify(text: str, environment: dict[str, str], command: list[str], directory
         if got != want:
             problems.append(f"{what}: found {got!r}, expected {want!r}")
     if problems:
-        raise SettingError("serve script: bash does not end up with what was wanted; correct the template:\n  " + "\n  ".join(problems))
+        raise SettingError(
+            "serve script: bash does not end up with what was wanted; correct the template:\n  " + "\n  ".join(problems)
+        )

@@ -10,7 +10,6 @@ import typing as t
 
 import yaml
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
-
 from ansible_collections.dsv4.fleet.plugins.plugin_utils.flags import SettingError
 
 ROLES = pathlib.Path(__file__).resolve().parents[6] / "roles"

@@ -165,7 +165,16 @@ class Store:
     def _build(self, tree: Tree, chosen: t.Sequence[Overlay], directory: pathlib.Path) -> None:
         with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
             out = pathlib.Path(scratch) / "release"
-            argv = [sys.executable, "-m", "patches", "build", "--base", str(tree.directory), "--tree-digest", tree.digest]
+            argv = [
+                sys.executable,
+                "-m",
+                "patches",
+                "build",
+                "--base",
+                str(tree.directory),
+                "--tree-digest",
+                tree.digest,
+            ]
             argv += ["--version", tree.version, "--out", str(out)]
             for overlay in chosen:
                 argv += ["--overlay", f"{overlay.file}={overlay.source}:{overlay.base}"]
