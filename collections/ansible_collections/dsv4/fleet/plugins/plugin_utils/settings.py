@@ -162,7 +162,7 @@ def words(value: t.Any, name: str, where: Where) -> list[str]:
     if isinstance(value, str):
         if not value.strip() or re.search(r"[^A-Za-z0-9_./ :=@+-]", value):
             raise SettingError(
-                f"{name}: found {str(value)!r}, set at {place}; expected a list of words, since this text needs a shell to read it"
+                f"{name}: found {str(value)!r}, set at {place}; expected a list of words, as this needs a shell"
             )
         return value.split()
     if isinstance(value, (list, tuple)) and value:
