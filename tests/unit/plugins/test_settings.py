@@ -93,3 +93,14 @@ def test_a_command_that_needs_a_shell_is_refused(value: Any) -> None:
 
 def test_a_command_may_be_one_plain_string() -> None:
     assert settings.words("python3 -m sglang.launch_server", "x", here) == ["python3", "-m", "sglang.launch_server"]
+
+
+@pytest.mark.parametrize("value", [None, "", 5, True, ["x"], "hunter2\u200b", "hunter2\n"])
+def test_a_secret_that_is_no_text_is_refused_and_not_repeated(value: Any) -> None:
+    with pytest.raises(SettingError, match="sglang_serve_secret_env.HF_TOKEN") as error:
+        settings.secrets({"HF_TOKEN": value}, "sglang_serve_secret_env", here)
+    assert "hunter2" not in str(error.value)
+
+
+def test_secrets_are_taken_as_they_are() -> None:
+    assert settings.secrets({"HF_TOKEN": "a $b 'c'"}, "x", here) == {"HF_TOKEN": "a $b 'c'"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import platform
 import secrets as random
@@ -25,6 +26,11 @@ from ansible_collections.dsv4.fleet.plugins.plugin_utils.flags import SettingErr
 
 ARGUMENTS = frozenset({"worker", "serve", "release", "secrets", "overrides", "clear_overrides", "why", "rollback", "look_only"})
 
+SECRETS = {
+    "router_keys": "sglang_worker_router_keys",
+    "env": "sglang_serve_secret_env",
+    "args": "sglang_serve_secret_arguments",
+}
 ROLES = ("fleet_preflight", "sglang_worker", "sglang_serve", "sglang_release")
 
 
@@ -82,6 +88,8 @@ class _Inspection:
         extra = problems.collect(
             lambda: settings.environment(self._input("dsv4_extra_env"), "dsv4_extra_env", reserved, self._where.value)
         )
+        for kind, name in SECRETS.items():
+            problems.collect(functools.partial(settings.secrets, self._secrets[kind], name, self._where.value))
         overlays = problems.collect(lambda: store.overlays(self._args["release"]["overlays"]))
         consent = problems.collect(
             lambda: settings.consent(self._variables, "dsv4_allow_known_corruption", False, self._where.value)
@@ -119,6 +127,9 @@ class _Inspection:
             )
         declared, known_arguments = self._store.facts(tree)
         read = tree.names.union(*(upstream.names_in(data.decode(errors="replace")) for data in files.values()))
+        for name in self._secrets["args"]:
+            if f"--{name}" not in known_arguments:
+                problems.add(f"sglang_serve_secret_arguments.{name}: found no argument --{name} in the tree; correct the name")
         self._check_tree(table, resolved, extra, arguments, declared, known_arguments, read, problems, notes)
         if release["digest"] not in seen["releases"]:
             self._compile(files, problems)

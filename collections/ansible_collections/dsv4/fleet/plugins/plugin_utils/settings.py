@@ -156,14 +156,32 @@ def environment(items: t.Any, name: str, reserved: t.Collection[str], where: Whe
     return result
 
 
+def secrets(items: t.Any, name: str, where: Where) -> dict[str, str]:
+    """Names and values of secrets. No message repeats a value.
+
+    Raises:
+        SettingError: for values that are empty, not text, or hold invisible characters, one line each.
+    """
+    if not isinstance(items, dict):
+        raise SettingError(f"{name}: found a {type_name(items)}; expected a mapping of names to values")
+    problems: list[str] = []
+    for key, value in items.items():
+        found = "nothing" if value in (None, "") else None if isinstance(value, str) else f"a {type_name(value)}"
+        if found is None and invisible(value) is not None:
+            found = f"the invisible character {invisible(value)}"
+        if found is not None:
+            problems.append(f"{name}.{key}: found {found}, set at {where(value, name)}; expected the secret as text")
+    if problems:
+        raise SettingError("\n".join(problems))
+    return {str(key): str(value) for key, value in items.items()}
+
+
 def words(value: t.Any, name: str, where: Where) -> list[str]:
     """The words of a command, from a list or from one plain string without quotes or shell characters."""
     place = where(value, name)
     if isinstance(value, str):
         if not value.strip() or re.search(r"[^A-Za-z0-9_./ :=@+-]", value):
-            raise SettingError(
-                f"{name}: found {str(value)!r}, set at {place}; expected a list of words, as this needs a shell"
-            )
+            raise SettingError(f"{name}: found {str(value)!r}, set at {place}; expected a list of words, as this needs a shell")
         return value.split()
     if isinstance(value, (list, tuple)) and value:
         return [literal(word, name, where(word, name)) for word in value]
