@@ -97,7 +97,7 @@ def test_a_command_may_be_one_plain_string() -> None:
 
 @pytest.mark.parametrize("value", [None, "", 5, True, ["x"], "hunter2\u200b", "hunter2\n"])
 def test_a_secret_that_is_no_text_is_refused_and_not_repeated(value: Any) -> None:
-    with pytest.raises(SettingError, match="sglang_serve_secret_env.HF_TOKEN") as error:
+    with pytest.raises(SettingError, match=r"sglang_serve_secret_env\.HF_TOKEN") as error:
         settings.secrets({"HF_TOKEN": value}, "sglang_serve_secret_env", here)
     assert "hunter2" not in str(error.value)
 
