@@ -126,7 +126,7 @@ def test_generate_streams_the_text_so_far(engine: StandIn) -> None:
 
 def test_loads_and_metrics_count_what_runs(engine: StandIn) -> None:
     assert engine.load()["num_running_reqs"] == 0
-    with engine.talking():
+    with engine.talking(tokens=60_000):
         load = engine.load("all")
         assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (1, 0)
         assert load["disaggregation"]["mode"] == "null"
