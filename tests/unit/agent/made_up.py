@@ -210,9 +210,7 @@ class MadeUpHost:
     def _process(self, pid: int) -> Process | None:
         return next((one for one in [*self.orphans, *([self.main] if self.main else [])] if one.pid == pid), None)
 
-    def _drain(
-        self, worker: dict[str, Any], secrets: dict[str, Any], limits: dict[str, Any], say: Callable[..., None]
-    ) -> None:
+    def _drain(self, worker: dict[str, Any], secrets: dict[str, Any], limits: dict[str, Any], say: Callable[..., None]) -> None:
         self._maybe_killed("drain")
         self.log.append("drain")
         self.router.remove(worker["url"])

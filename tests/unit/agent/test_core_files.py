@@ -121,12 +121,8 @@ def tree(root: Path) -> Path:
 
 def test_the_digest_is_that_of_the_sorted_lines(root: Path) -> None:
     base = tree(root)
-    command = (
-        "find . -type f -not -path '*/__pycache__/*' -printf '%P\\n' | xargs sha256sum | LC_ALL=C sort | sha256sum"
-    )
-    expected = subprocess.run(command, shell=True, cwd=base, capture_output=True, text=True, check=True).stdout.split()[
-        0
-    ]
+    command = "find . -type f -not -path '*/__pycache__/*' -printf '%P\\n' | xargs sha256sum | LC_ALL=C sort | sha256sum"
+    expected = subprocess.run(command, shell=True, cwd=base, capture_output=True, text=True, check=True).stdout.split()[0]
     found = files.index(str(base))
     assert (found.digest, found.files, found.version) == (expected, 4, "0.5.18")
     assert found.names == ["SGLANG_ONE", "SGLANG_lower", "SGL_TWO"]
@@ -144,9 +140,7 @@ def test_a_change_of_equal_size_and_time_is_seen_through_the_cache(root: Path, m
     assert os.stat(target).st_size == status.st_size and files.index(str(base)).digest != before
 
 
-def test_the_cache_is_used_and_not_written_for_files_that_changed_just_now(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_used_and_not_written_for_files_that_changed_just_now(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tree(root)
     files.index(str(base))
     assert not list(Path(paths.CACHE).glob("*.json")), "its time stamps cannot be trusted yet"

@@ -63,13 +63,7 @@ def test_no_secret_is_in_the_arguments() -> None:
 
 
 def test_an_error_never_repeats_a_secret() -> None:
-    request = {
-        "format": 1,
-        "op": "start",
-        "secrets": {"api_key": "sk-secret-value"},
-        "id": "sk-secret-value",
-        "worker": {},
-    }
+    request = {"format": 1, "op": "sk-secret-value", "secrets": {"api_key": "sk-secret-value"}}
     code, answer = run(*pack.command(request))
     assert code == 1 and "sk-secret-value" not in json.dumps(answer)
 

@@ -33,6 +33,16 @@ def test_a_dead_agent_leaves_the_last_proved_state_serving(host: MadeUpHost, poi
     assert host.change(host.target("new"), acknowledge=True)["end_state"] == "applied"
 
 
+def test_before_the_switch_a_script_that_somebody_changed_is_left_as_it_is(host: MadeUpHost) -> None:
+    host.change(host.target("good"))
+    host.script.write_text("#!/bin/bash\n# drifted\nexec python3 -m server\n")
+    pid = host.pid
+    identity = host.die(host.target("new"), "drained")
+    result = recover.after_stop(identity, host.tools())
+    assert result is not None and result["end_state"] == "interrupted" and host.listed()
+    assert "# drifted" in host.script.read_text() and host.pid == pid
+
+
 @pytest.mark.parametrize("point", POINTS)
 def test_after_a_reboot_the_last_proved_script_is_there_before_the_worker_starts(host: MadeUpHost, point: str) -> None:
     good = host.target("good")
@@ -72,9 +82,7 @@ def test_while_the_host_goes_down_only_files_are_put_back(host: MadeUpHost) -> N
     assert recover.at_boot(host.tools())[0]["end_state"] == "interrupted"
 
 
-def test_a_crash_between_decision_and_answer_keeps_the_decision(
-    host: MadeUpHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_between_decision_and_answer_keeps_the_decision(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     target = host.target("a")
     change = host.begin(host.request(target))
 
@@ -91,9 +99,7 @@ def test_a_crash_between_decision_and_answer_keeps_the_decision(
     assert not host.leftovers() and host.change(target)["end_state"] == "unchanged"
 
 
-def test_a_crash_before_the_ledger_was_written_is_an_interruption(
-    host: MadeUpHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_the_ledger_was_written_is_an_interruption(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     change = host.begin(host.request(host.target("a")))
 
     def dies(_result: object) -> None:

@@ -53,9 +53,7 @@ def test_a_release_is_the_tree_with_the_files_in_it_read_only_and_compiled(root:
     name = stage(tree, {ENVIRON: b"WHO = 'patched'\n", "python/dsv4_probe/__init__.py": b"X = 1\n"})
     path = Path(paths.release(name))
     assert imported(str(path)) == "patched"
-    assert (
-        files.read(f"{path}/manifest.json") is not None and files.sha256((path / "manifest.json").read_bytes()) == name
-    )
+    assert files.read(f"{path}/manifest.json") is not None and files.sha256((path / "manifest.json").read_bytes()) == name
     for one in (path / "python").rglob("*"):
         assert os.stat(one).st_uid == 0 and not os.stat(one).st_mode & 0o222, one
     assert list((path / "python/sglang/srt/__pycache__").glob("environ.*.pyc"))

@@ -126,9 +126,7 @@ def test_a_bootstrap_port_of_zero_is_none(host: MadeUpHost) -> None:
     assert check.worker({**host.worker(), "bootstrap_port": 0})["bootstrap_port"] is None
 
 
-def test_inspect_says_what_is_there_and_writes_only_its_cache(
-    host: MadeUpHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_says_what_is_there_and_writes_only_its_cache(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.inspect.proc.process", host._process)
     before = {str(path) for path in host.root.rglob("*")}
     request = {
@@ -138,11 +136,7 @@ def test_inspect_says_what_is_there_and_writes_only_its_cache(
         "known_trees": [],
     }
     answer = inspect.inspect(request, host)  # type: ignore[arg-type]  # it is all of systemd that is asked
-    assert (
-        answer["script"]["kind"] == "file"
-        and answer["script"]["mode"] == "0750"
-        and answer["script"]["declared"] is None
-    )
+    assert answer["script"]["kind"] == "file" and answer["script"]["mode"] == "0750" and answer["script"]["declared"] is None
     assert answer["tree"]["version"] == "0.5.18" and list(answer["tree"]["content"]) == ["sglang/srt/environ.py"]
     assert answer["host"]["needs_host_key"] and answer["baseline"] is False and answer["transaction"] is None
     assert answer["process"]["pid"] == host.pid and answer["health"]["status"] is None

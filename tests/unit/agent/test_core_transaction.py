@@ -121,6 +121,14 @@ def test_a_hung_server_that_never_gets_idle_can_still_be_replaced(host: MadeUpHo
     assert any("is not healthy" in note for note in result["notes"])
 
 
+def test_a_unit_file_that_systemd_has_not_read_is_a_reason_to_restart(host: MadeUpHost) -> None:
+    target = host.target("a")
+    host.change(target)
+    pid, host.loaded_unit = host.pid, host.loaded_unit + "# what systemd still knows\n"
+    assert host.change(target)["changed"] == ["restart"] and host.pid != pid
+    assert host.loaded_unit == target["unit"]
+
+
 # --- failures before the switch ---
 
 
@@ -320,6 +328,37 @@ def test_a_failed_restart_of_the_last_proved_state_does_not_go_back_to_an_older_
     host.bad_states.add(new["state"])
     result = host.change(new, restart=True)
     assert result["end_state"] == "drained" and host.script.read_text() == new["script"]
+
+
+def test_a_last_proved_state_that_cannot_be_admitted_is_not_restarted_once_more(
+    host: MadeUpHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = host.target("a")
+    host.change(target)
+    host.log.clear()
+
+    def refuses(*_arguments: object) -> list[str]:
+        raise AgentError("a request through the router failed")
+
+    monkeypatch.setattr(host, "_admit", refuses)
+    result = host.change(target, restart=True)
+    assert (result["end_state"], result["failed_step"]) == ("drained", "admit")
+    assert sum(line.startswith(("start", "gate")) for line in host.log) == 2
+
+
+def test_a_router_that_lists_the_worker_again_meanwhile_is_made_to_forget_it(
+    host: MadeUpHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = host.target("bad")
+    host.bad_states |= {bad["state"], "baseline"}
+    collect = host._collect
+
+    def restarted(*arguments: Any) -> list[str]:
+        host.router.add("http://decode1:30002")  # a router that restarts lists its command line's workers again
+        return collect(*arguments)
+
+    monkeypatch.setattr(host, "_collect", restarted)
+    assert host.change(bad)["end_state"] == "drained" and not host.listed()
 
 
 def test_rolling_back_to_a_kept_state_proves_it_again(host: MadeUpHost) -> None:

@@ -97,8 +97,7 @@ class Store:
         expect = files.read_json(f"{path}/expect.json")
         if not isinstance(expect, dict):
             raise AgentError(
-                f"state {name}: found none in {path}, expected a kept state. "
-                f"Kept are: {', '.join(self.names()) or 'none'}."
+                f"state {name}: found none in {path}, expected a kept state. Kept are: {', '.join(self.names()) or 'none'}."
             )
         script, unit = files.read(f"{path}/script"), files.read(f"{path}/unit")
         if name != BASELINE and (script is None or unit is None or state_of(script) != name):
@@ -130,13 +129,11 @@ class Store:
             files.remove_tree(staging)
         files.sync_directory(os.path.dirname(path))
 
-    def record_baseline(self, unit: Unit, environment: dict[str, str] | None, arguments: list[str] | None) -> bool:
-        """At first contact, keep what is there; never again, so that the original stays the original.
+    def record_baseline(self, unit: Unit, environment: dict[str, str] | None, arguments: list[str] | None) -> None:
+        """At first contact, keep what is there. Never again: the caller asks first whether there is one.
 
         environment, arguments: of the running main process, None where nothing runs.
         """
-        if self.has_baseline():
-            return False
         script = files.read(self.script)
         expect: dict[str, Any] = {
             "baseline": True,
@@ -160,7 +157,6 @@ class Store:
         if unit.text is not None:
             content["unit"] = unit.text.encode()
         self._keep(BASELINE, content)
-        return True
 
     # --- what is on disk ---
 
@@ -244,9 +240,7 @@ class Store:
             expect = files.read_json(f"{self.path(name)}/expect.json") or {}
             if not os.path.isdir(paths.release(str(expect.get("release")))):
                 files.remove_tree(self.path(name))
-        named = {
-            exports(files.read(f"{self.path(name)}/script") or b"").get("DSV4_FLEET_SECRETS") for name in self.names()
-        }
+        named = {exports(files.read(f"{self.path(name)}/script") or b"").get("DSV4_FLEET_SECRETS") for name in self.names()}
         for digest in _listed(f"{self.directory}/secrets"):
             if digest not in named:
                 files.remove_tree(f"{self.directory}/secrets/{digest}")
