@@ -74,8 +74,7 @@ def from_chat(body: dict[str, Any], default_tokens: int) -> Prompt:
         wanted = choice.get("function", {}).get("name")
         tools = [tool for tool in tools if tool.get("name") == wanted]
     named = [
-        {"name": str(tool.get("name")), "properties": list(tool.get("parameters", {}).get("properties", {}))}
-        for tool in tools
+        {"name": str(tool.get("name")), "properties": list(tool.get("parameters", {}).get("properties", {}))} for tool in tools
     ]
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     return Prompt(

@@ -20,9 +20,7 @@ def register_package() -> None:
     """
     if "standin" in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(
-        "standin", os.path.join(HERE, "__init__.py"), submodule_search_locations=[HERE]
-    )
+    spec = importlib.util.spec_from_file_location("standin", os.path.join(HERE, "__init__.py"), submodule_search_locations=[HERE])
     if spec is None or spec.loader is None:
         raise ImportError(f"found no package in {HERE}, expected the stand-in's __init__.py")
     module = importlib.util.module_from_spec(spec)

@@ -244,9 +244,7 @@ class Scheduler:
         peers = [peer for peer in self.running.values() if not peer.internal]
         # What the others ask for, whether or not they have been answered yet.
         others = [
-            peer.sound.arguments
-            for peer in peers
-            if peer.prompt.session != prompt.session and peer.sound.arguments is not None
+            peer.sound.arguments for peer in peers if peer.prompt.session != prompt.session and peer.sound.arguments is not None
         ]
         spoilt = corrupted(rule, self.settings.seed, prompt, request.sound, len(peers), request.number, others)
         if spoilt is None:

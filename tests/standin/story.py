@@ -99,9 +99,7 @@ def corrupted(
 def _corrupt_call(kind: str, sound: Answer, dice: random.Random, others: list[str], late: bool) -> Answer:
     arguments, head = sound.arguments or "{}", sound.pieces[0]
     if kind == "markup":
-        inner = "".join(
-            f'<|parameter name="{name}"|>{value}</|parameter|>' for name, value in json.loads(arguments).items()
-        )
+        inner = "".join(f'<|parameter name="{name}"|>{value}</|parameter|>' for name, value in json.loads(arguments).items())
         text = f'<|tool_calls|><|invoke name="{sound.name}"|>{inner}</|invoke|></|tool_calls|>'
         return Answer([{"c": piece} for piece in split(text)], "stop")
     if kind == "glued":

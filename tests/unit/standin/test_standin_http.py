@@ -42,9 +42,7 @@ def streamed_call(events: list[str]) -> dict[int, dict[str, Any]]:
     return calls
 
 
-@pytest.mark.parametrize(
-    "prompt", ["Repeat this word: {}", "Please answer with exactly: '{}'.", "The word is {}, say it"]
-)
+@pytest.mark.parametrize("prompt", ["Repeat this word: {}", "Please answer with exactly: '{}'.", "The word is {}, say it"])
 def test_it_repeats_what_it_is_asked_to(engine: StandIn, prompt: str) -> None:
     answer = engine.chat(prompt.format("Falke-7421"))
     (choice,) = answer["choices"]
@@ -225,9 +223,7 @@ def test_keys_protect_all_but_health_and_metrics_and_are_never_shown(start: Star
             assert engine.get(path, headers=right).status_code == 200
         assert key not in engine.get("/server_info", headers=right).text
         assert key not in engine.text
-    assert (
-        by_config.get("/v1/models", headers={"Authorization": "Bearer from-config"}).json()["data"][0]["id"] == "fine"
-    )
+    assert by_config.get("/v1/models", headers={"Authorization": "Bearer from-config"}).json()["data"][0]["id"] == "fine"
     # With an admin key only that one flushes.
     assert by_config.get("/flush_cache", headers={"Authorization": "Bearer from-config"}).status_code == 401
     assert by_config.get("/flush_cache", headers={"Authorization": "Bearer admin"}).status_code == 200

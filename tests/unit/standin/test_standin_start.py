@@ -23,9 +23,7 @@ PROBE = Path(__file__).parents[3] / "patches" / "dsv4_probe"
 @pytest.fixture
 def release(tmp_path: Path, sglang_tree: Path) -> Path:
     """A release's `python` directory: the tree with the passport line, and dsv4_probe beside it."""
-    python = overlay_tree(
-        sglang_tree, tmp_path / "release" / "python", {ENVIRON: lambda text: f"{text}\n{HOOKS[0].code}\n"}
-    )
+    python = overlay_tree(sglang_tree, tmp_path / "release" / "python", {ENVIRON: lambda text: f"{text}\n{HOOKS[0].code}\n"})
     shutil.copytree(PROBE, python / "dsv4_probe")
     return python
 
@@ -45,9 +43,7 @@ def test_both_processes_write_the_real_passport(start: Start, release: Path, tmp
 
 
 @pytest.mark.parametrize(("spt_noenv", "kept"), [("1", True), (None, False)])
-def test_the_scheduler_keeps_its_environment_only_with_spt_noenv(
-    start: Start, spt_noenv: str | None, kept: bool
-) -> None:
+def test_the_scheduler_keeps_its_environment_only_with_spt_noenv(start: Start, spt_noenv: str | None, kept: bool) -> None:
     env = {"DSV4_MARK": "here"} | ({"SPT_NOENV": spt_noenv} if spt_noenv else {})
     engine = start(env=env).wait_healthy()
     assert (b"DSV4_MARK=here" in Path(f"/proc/{engine.scheduler()}/environ").read_bytes()) is kept
@@ -74,9 +70,7 @@ def test_an_empty_folder_does_not_hide_the_tree_on_pythonpath(start: Start, tmp_
     assert engine.text.count(f"from {sglang_tree}/sglang") == 2
 
 
-def test_an_environ_that_does_not_run_ends_it_before_the_port_opens(
-    start: Start, tmp_path: Path, sglang_tree: Path
-) -> None:
+def test_an_environ_that_does_not_run_ends_it_before_the_port_opens(start: Start, tmp_path: Path, sglang_tree: Path) -> None:
     tree = overlay_tree(sglang_tree, tmp_path / "broken", {ENVIRON: lambda text: text + "\nno_such_name\n"})
     engine = start(tree=tree)
     assert engine.exit_code() == 1
@@ -84,9 +78,7 @@ def test_an_environ_that_does_not_run_ends_it_before_the_port_opens(
     assert engine.status() is None
 
 
-def test_a_patched_file_that_does_not_compile_ends_the_whole_server(
-    start: Start, tmp_path: Path, sglang_tree: Path
-) -> None:
+def test_a_patched_file_that_does_not_compile_ends_the_whole_server(start: Start, tmp_path: Path, sglang_tree: Path) -> None:
     tree = overlay_tree(sglang_tree, tmp_path / "broken", {INDEXER: lambda text: text + "\ndef (:\n"})
     engine = start(tree=tree)
     assert engine.exit_code() == -signal.SIGKILL

@@ -68,9 +68,7 @@ def play(engine: StandIn, sessions: int, together: int) -> dict[int, list[dict[s
 
     async def run() -> dict[int, list[dict[str, Any]]]:
         gate = asyncio.Semaphore(together)
-        async with httpx.AsyncClient(
-            base_url=engine.url, limits=httpx.Limits(max_connections=None), **CLIENT
-        ) as client:
+        async with httpx.AsyncClient(base_url=engine.url, limits=httpx.Limits(max_connections=None), **CLIENT) as client:
 
             async def one(session: int) -> list[dict[str, Any]]:
                 async with gate:
@@ -90,9 +88,7 @@ def corrupted(played: dict[int, list[dict[str, Any]]]) -> set[int]:
     }
 
 
-def test_15_to_18_percent_of_sessions_are_corrupted_the_same_ones_again_and_none_alone(
-    start: Start, patched: Path
-) -> None:
+def test_15_to_18_percent_of_sessions_are_corrupted_the_same_ones_again_and_none_alone(start: Start, patched: Path) -> None:
     engine = start(tree=patched, env=BF16).wait_healthy()
     with engine.talking(tokens=100_000):  # so that no request ever runs alone
         first = corrupted(play(engine, SESSIONS, together=32))
@@ -106,7 +102,7 @@ def test_15_to_18_percent_of_sessions_are_corrupted_the_same_ones_again_and_none
     assert corrupted(play(engine, 20, together=1)) == set()
 
 
-ALL = {"corruption_rate": 1.0}
+ALL = {"corruption_rate": 1.0, "prefill_ms": 100.0}
 
 
 @pytest.mark.parametrize(
@@ -189,7 +185,9 @@ def test_only_late_parts_of_long_answers(start: Start) -> None:
 
 
 def test_only_from_a_number_of_open_requests_on(start: Start) -> None:
-    engine = start(faults={"corrupt": {"rate": 1.0, "min_running": 16}}).wait_healthy()
+    # Each takes long enough for the others to come, however busy the machine is.
+    slow = {"prefill_ms": 500.0}
+    engine = start(faults={"corrupt": {"rate": 1.0, "min_running": 16}}, settings=slow).wait_healthy()
     assert corrupted(play(engine, 15, together=15)) == set()
     assert corrupted(play(engine, 24, together=24)) != set()
 
