@@ -11,7 +11,13 @@ STATE = "a" * 64
 
 
 def worker(
-    name: str, role: str = "decode", reasons: Any = ("restart",), bf16: bool = False, admitted: int = 3, **seen: Any
+    name: str,
+    role: str = "decode",
+    reasons: Any = ("restart",),
+    bf16: bool = False,
+    admitted: int = 3,
+    listed: bool = True,
+    **seen: Any,
 ) -> dict[str, Any]:
     return {
         "worker": {"name": name, "role": role},
@@ -23,6 +29,8 @@ def worker(
                     "url": "http://r:8000",
                     "reachable": True,
                     "error": None,
+                    "listed": listed,
+                    "healthy": listed,
                     "admitted": {"decode": admitted, "prefill": 2},
                 }
             ],
@@ -100,6 +108,13 @@ def test_workers_that_need_no_restart_do_not_count_against_the_minimum() -> None
     plan = wanted(hosts=("d1",))
     assert found(plan, d1=worker("d1", reasons=(), admitted=1)) == ""
     assert found(plan, d1=worker("d1", admitted=1)) != ""
+
+
+def test_a_worker_that_is_away_already_takes_nobody_out() -> None:
+    assert found(wanted(hosts=("d1",)), d1=worker("d1", admitted=1, listed=False)) == ""
+    both = {"d1": worker("d1", admitted=1, listed=False), "d2": worker("d2", admitted=1)}
+    assert "found 1 workers admitted by http://r:8000 and 1 away" in found(wanted(hosts=("d1", "d2")), **both)
+    assert found(wanted(hosts=("d1", "d2")), **{**both, "d2": worker("d2", admitted=1, reasons=("overrides",))}) == ""
 
 
 def test_an_unreachable_router_stops_a_change_and_only_a_change() -> None:

@@ -140,18 +140,22 @@ def _agreement(inspected: t.Mapping[str, t.Mapping[str, t.Any]]) -> list[str]:
 def _capacity(mine: t.Mapping[str, t.Mapping[str, t.Any]], away: int, minimum: int) -> list[str]:
     """*away* workers at a time must not leave a role with fewer than the minimum of admitted workers on any router."""
     found = []
-    roles: dict[tuple[str, str], int] = {}
+    admitted: dict[tuple[str, str], int] = {}
+    leaving: dict[tuple[str, str], int] = {}
     for one in mine.values():
         if not RESTARTING & set(one["reasons"]):
             continue
         for router in one["seen"]["routers"]:
             if router["reachable"]:
-                roles[router["url"], one["worker"]["role"]] = router["admitted"].get(one["worker"]["role"], 0)
-    for (url, role), admitted in sorted(roles.items()):
-        leaving = min(away, sum(1 for one in mine.values() if one["worker"]["role"] == role and one["reasons"]))
-        if admitted - leaving < minimum:
+                role = one["worker"]["role"]
+                admitted[router["url"], role] = router["admitted"].get(role, 0)
+                # A drained worker, and one whose transaction is under way, is away already: mending it takes nobody out.
+                leaving[router["url"], role] = leaving.get((router["url"], role), 0) + (router["listed"] and router["healthy"])
+    for (url, role), there in sorted(admitted.items()):
+        going = min(away, leaving[url, role])
+        if going and there - going < minimum:
             found.append(
-                f"{role}: found {admitted} workers admitted by {url} and {leaving} away at a time; expected at least {minimum} "
+                f"{role}: found {there} workers admitted by {url} and {going} away at a time; expected at least {minimum} "
                 "to stay; lower dsv4_at_once, or set sglang_worker_min_admitted lower knowingly"
             )
     return found
