@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent import paths, states, transaction
+from agent import paths, python_env, states, transaction
 from agent.errors import AgentError
 from agent.journal import Transaction
 from made_up import UNIT, MadeUpHost
@@ -169,13 +169,24 @@ def test_drop_ins_that_changed_since_inspect_are_refused(host: MadeUpHost) -> No
     assert result["end_state"] == "unchanged" and "Drop-ins changed" in result["error"]
 
 
-def test_a_script_that_does_not_end_in_exec_is_refused(host: MadeUpHost) -> None:
-    target = host.target("a")
-    body = target["script"].replace("exec python3 -m server\n", "python3 -m server\n")
-    old = target["state"]
+def resealed(target: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """The target with another text in its script, under its right state."""
+    body = target["script"].replace(old, new)
     state = states.state_of(body.encode())
-    target.update(state=state, script=body.replace(old, state))
-    result = host.change(target)
+    return {**target, "script": body.replace(target["state"], state), "state": state}
+
+
+def test_a_python_environment_that_changed_since_inspect_is_refused(host: MadeUpHost) -> None:
+    line = "export WORD=a\n"
+    found = python_env.look("python3")["fingerprint"]
+    good = resealed(host.target("a"), line, f"{line}export DSV4_FLEET_PYTHON={found}\n")
+    result = host.change(resealed(host.target("a"), line, f"{line}export DSV4_FLEET_PYTHON={'0' * 64}\n"))
+    assert result["end_state"] == "unchanged" and "What is installed changed" in result["error"]
+    assert host.change(good)["end_state"] == "applied"
+
+
+def test_a_script_that_does_not_end_in_exec_is_refused(host: MadeUpHost) -> None:
+    result = host.change(resealed(host.target("a"), "exec python3 -m server\n", "python3 -m server\n"))
     assert result["end_state"] == "unchanged" and "exec" in result["error"]
 
 

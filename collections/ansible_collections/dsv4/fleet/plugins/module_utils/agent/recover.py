@@ -56,6 +56,7 @@ def after_stop(identity: str, tools: Tools | None = None) -> dict[str, Any] | No
     tools = tools or Tools()
     end_left_over()
     if one.result() is not None:
+        secrets.forget(identity)
         return None
     if _decided(one):
         return None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import check, evidence, files, gate, paths, proc, release, router, secrets, states, systemd
+from . import check, evidence, files, gate, paths, proc, python_env, release, router, secrets, states, systemd
 from .engine import Worker
 from .errors import AgentError
 from .journal import Journal, Transaction, collect_garbage, everything, hide
@@ -69,12 +69,7 @@ def backward_s(limits: dict[str, Any]) -> float:
 
 
 def _restart_s(limits: dict[str, Any]) -> float:
-    return (
-        sum(float(limits[name]) for name in ("stop_s", "gate_s", "router_s"))
-        + 2 * float(limits["gone_s"])
-        + CALLS_S
-        + SLACK_S
-    )
+    return sum(float(limits[name]) for name in ("stop_s", "gate_s", "router_s")) + 2 * float(limits["gone_s"]) + CALLS_S + SLACK_S
 
 
 class Change:
@@ -158,13 +153,11 @@ class Change:
     def _refuse_unit(self, shown: systemd.Unit) -> None:
         if shown.load == "masked":
             raise AgentError(
-                f"{self.unit}: found it masked, expected a unit that can be started. Unmask it: systemctl "
-                f"unmask {self.unit}."
+                f"{self.unit}: found it masked, expected a unit that can be started. Unmask it: systemctl unmask {self.unit}."
             )
         if shown.load not in ("loaded", "not-found"):
             raise AgentError(
-                f"{self.unit}: found load state {shown.load!r}, expected 'loaded'. Look at 'systemctl "
-                f"status {self.unit}'."
+                f"{self.unit}: found load state {shown.load!r}, expected 'loaded'. Look at 'systemctl status {self.unit}'."
             )
         if shown.load == "loaded" and shown.identity not in ("", self.unit):
             raise AgentError(
@@ -202,10 +195,12 @@ class Change:
                 release.check(state.release)
             if state.secrets != secrets.NONE and not os.path.isdir(secrets.directory(self.unit, state.secrets)):
                 raise AgentError(
-                    f"state {self.wanted}: found its secrets {state.secrets[:12]} gone, expected them. "
-                    "Deploy that state anew."
+                    f"state {self.wanted}: found its secrets {state.secrets[:12]} gone, expected them. Deploy that state anew."
                 )
             self._same_drop_ins(state, shown)
+            different = self._other_python(state.script or b"")
+            if different:
+                self._note(f"{self._short(self.wanted)} was kept under another Python environment: {different}")
             return state
         script = target["script"].encode()
         if states.state_of(script) != self.wanted or states.exports(script).get("DSV4_FLEET_STATE") != self.wanted:
@@ -222,22 +217,28 @@ class Change:
             )
         if self.worker["script"] not in target["unit"]:
             raise AgentError(
-                f"unit: found no {self.worker['script']} in its text, expected that it starts the script "
-                "that is switched."
+                f"unit: found no {self.worker['script']} in its text, expected that it starts the script that is switched."
             )
+        different = self._other_python(script)
+        if different:
+            raise AgentError(f"python: {different}. What is installed changed since inspect: run again.")
         found = systemd.unit_digest(target["unit"], shown.drop_ins)
         if shown.load == "loaded" and found != target["unit_digest"]:
             raise AgentError(
                 f"unit: found digest {found} with the drop-ins on this host, expected "
                 f"{target['unit_digest']}. Drop-ins changed since inspect: run again."
             )
-        if secrets.write(
-            self.unit, self.secrets, target["secrets"], secrets.ensure_host_key(self.secrets.get("host_key"))
-        ):
+        if secrets.write(self.unit, self.secrets, target["secrets"], secrets.ensure_host_key(self.secrets.get("host_key"))):
             self.changed.append("secrets")
         if release.stage(target["release"], self.worker["tree"], self.worker["python"], self.say):
             self.changed.append("release")
         return self.store.keep(self.wanted, script, target["unit"], target["expect"])
+
+    def _other_python(self, script: bytes) -> str | None:
+        """How the server's Python environment differs from the one that the script names, in words."""
+        named = states.exports(script).get("DSV4_FLEET_PYTHON")
+        found = python_env.look(self.worker["python"])["fingerprint"] if named else None
+        return None if found == named else f"found fingerprint {found}, expected {named}"
 
     def _same_drop_ins(self, state: states.State, shown: systemd.Unit) -> None:
         """A kept state names its unit's digest; drop-ins are the operator's and may have changed since."""
@@ -246,9 +247,7 @@ class Change:
         else:
             named = states.exports(state.script or b"").get("DSV4_FLEET_UNIT")
         if systemd.unit_digest(state.unit or "", shown.drop_ins) != named:
-            self._note(
-                f"{self.unit} has other drop-ins than when {self._short(state.name)} was kept; they stay as they are"
-            )
+            self._note(f"{self.unit} has other drop-ins than when {self._short(state.name)} was kept; they stay as they are")
 
     def _install_recovery(self) -> None:
         """The boot unit, and a copy of this program for it that no transaction's end removes."""
@@ -280,9 +279,7 @@ class Change:
         limits = {**self.limits, "consecutive": 1, "soak_s": 0, "gate_s": patience}
         try:
             with self.journal.step("gate", "proving the running process"):
-                self.proof = self.tools.gate(
-                    self.worker, target.expect, None, limits, self.generation, self.secrets, self.say
-                )
+                self.proof = self.tools.gate(self.worker, target.expect, None, limits, self.generation, self.secrets, self.say)
         except Exception as error:
             self._note(f"it ran the wanted state already, but did not prove it ({error}); it is restarted")
             return False
@@ -424,10 +421,7 @@ class Change:
         if shown.active not in ("inactive", "failed"):
             found.append(f"systemd says {shown.active}/{shown.sub}")
         members = {one.pid: one for one in self._alive(old, cgroup)}
-        found += [
-            f"process {one.pid} (state {one.state}: {' '.join(one.cmdline)[:80]}) still lives"
-            for one in members.values()
-        ]
+        found += [f"process {one.pid} (state {one.state}: {' '.join(one.cmdline)[:80]}) still lives" for one in members.values()]
         found += [
             f"process {pid} listens on port {self.worker['port']}"
             for pid in self.tools.listener(self.worker["port"], self.worker["host"])
@@ -452,9 +446,7 @@ class Change:
     def _prove(self, state: states.State, before: dict[str, Any] | None) -> None:
         started = time.monotonic()
         with self.journal.step("gate", f"proving {self._short(state.name)}"):
-            self.proof = self.tools.gate(
-                self.worker, state.expect, before, self.limits, self.generation, self.secrets, self.say
-            )
+            self.proof = self.tools.gate(self.worker, state.expect, before, self.limits, self.generation, self.secrets, self.say)
         self.healthy_after = round(time.monotonic() - started, 3)
 
     def _admit(self) -> None:
@@ -471,10 +463,7 @@ class Change:
         shown = self.tools.systemd.show(self.unit)
         if shown.file_state != "disabled" or "[Install]" not in (shown.text or ""):
             return False
-        if (
-            self.store.on_disk() == states.BASELINE
-            and self.store.load(states.BASELINE).expect["unit"]["file_state"] != "enabled"
-        ):
+        if self.store.on_disk() == states.BASELINE and self.store.load(states.BASELINE).expect["unit"]["file_state"] != "enabled":
             return False
         self.tools.systemd.enable(self.unit)
         return True
@@ -631,9 +620,7 @@ class Change:
             f"the host went down in step {reached or 'none'} of the transaction; expected it to reach an "
             "end state. Look at the worker, then acknowledge it."
         )
-        with self.journal.step(
-            "rollback", f"restoring the files of a transaction that died in step {reached or 'none'}"
-        ):
+        with self.journal.step("rollback", f"restoring the files of a transaction that died in step {reached or 'none'}"):
             self.restore_only()
         return self._end("interrupted", error, reached)
 
@@ -748,9 +735,7 @@ def _deadline(seconds: float) -> Iterator[None]:
     """Raise Deadline in the block when its time is over, wherever it hangs."""
 
     def late(_signal: int, _frame: Any) -> None:
-        raise Deadline(
-            f"the transaction's own deadline of {seconds:.0f} s is over, expected its steps to end in their times"
-        )
+        raise Deadline(f"the transaction's own deadline of {seconds:.0f} s is over, expected its steps to end in their times")
 
     previous = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
