@@ -36,11 +36,7 @@ def programs(tmp_path: Path, group: ControlGroup, monkeypatch: pytest.MonkeyPatc
 def test_evidence_is_whole_and_holds_no_secret(programs: Path, group: ControlGroup, tmp_path: Path) -> None:
     unit = FakeUnit(tmp_path, group, free_port())
     unit.environment.update(SECRETS)
-    unit.set(
-        children=[
-            {"argv": [sys.executable, "-c", "import time; time.sleep(60)", "--api-key", "hush-7", "--tokens", "9"]}
-        ]
-    )
+    unit.set(children=[{"argv": [sys.executable, "-c", "import time; time.sleep(60)", "--api-key", "hush-7", "--tokens", "9"]}])
     unit.start()
     try:
         wait_for(lambda: len(group.pids()) == 2 and list((tmp_path / "run").rglob("*.json")))

@@ -134,6 +134,27 @@ def test_another_units_server_on_the_port_is_named_with_its_unit(unit: FakeUnit,
         rival.wait(20)
 
 
+def test_a_child_that_holds_the_port_too_is_no_rival(unit: FakeUnit) -> None:
+    """Between fork and exec every child of the server does."""
+    unit.set(heir=True)
+    unit.start()
+    assert prove(unit)
+
+
+def test_a_child_that_left_the_unit_with_the_port_is_a_rival(unit: FakeUnit) -> None:
+    """B1: re-parented, in another control group, with the listening socket."""
+    unit.set(heir=True)
+    unit.start()
+    wait_for(lambda: len(proc.listener(unit.port)) == 2)
+    (heir,) = set(proc.listener(unit.port)) - {unit.main().pid}
+    other = ControlGroup()
+    try:
+        (other.path / "cgroup.procs").write_text(str(heir))
+        assert f"process {heir} (/bin/sleep 120) in {other.name}" in refused(unit, "another process keeps the port")
+    finally:
+        other.remove()
+
+
 def test_a_crash_loop_is_refused_at_once(unit: FakeUnit) -> None:
     """B2: 200 once, dead, restarted with a new PID, for ever."""
     unit.set(health="exit")
@@ -374,9 +395,7 @@ def test_no_passport(unit: FakeUnit) -> None:
     assert f"process {unit.main().pid} " in reason
 
 
-@pytest.mark.parametrize(
-    "title", ["from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)"]
-)
+@pytest.mark.parametrize("title", ["from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)"])
 def test_a_spawned_engine_process_without_passport(unit: FakeUnit, title: str) -> None:
     unit.set(children=[spawned(title)])
     unit.start()
@@ -595,9 +614,7 @@ def test_prefill_worker_generates_with_a_decode_from_its_router(
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_without_a_peer_the_result_says_so(
-    unit: FakeUnit, fake_router: Callable[[], FakeRouter], declared: bool
-) -> None:
+def test_without_a_peer_the_result_says_so(unit: FakeUnit, fake_router: Callable[[], FakeRouter], declared: bool) -> None:
     unit.start()
     routers = [{"url": fake_router().url, "metrics_url": None}] if declared else []
     found = prove(unit, worker=unit.worker(role="decode", routers=routers))

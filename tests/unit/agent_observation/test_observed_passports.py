@@ -59,9 +59,15 @@ def test_only_live_processes_have_passports(tmp_path: Path, expect: dict[str, An
     assert passports.read(str(directory)) == [mine]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '{"format": 1, "pid": "x"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}'])
 def test_a_broken_passport_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / f"{os.getpid()}.json").write_text(text)
+    assert passports.read(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("changed", [{"format": 2}, {"pid": str(os.getpid())}, {"start_time": None}])
+def test_a_passport_of_another_form_is_none(tmp_path: Path, expect: dict[str, Any], changed: dict[str, Any]) -> None:
+    (tmp_path / f"{os.getpid()}.json").write_text(json.dumps(passport(expect, **changed)))
     assert passports.read(str(tmp_path)) == []
 
 
@@ -97,9 +103,12 @@ def test_wrong_tree_names_both_paths(expect: dict[str, Any]) -> None:
     assert paths.release(RELEASE) in found
 
 
-def test_a_sibling_with_the_releases_name_as_prefix_is_another_tree(expect: dict[str, Any]) -> None:
-    other = paths.release(RELEASE) + "x/python/sglang/__init__.py"
-    assert passports.mismatches(passport(expect, sglang=other), expect)
+@pytest.mark.parametrize("other", ["x/python/sglang/__init__.py", "/python/sglangx/__init__.py"])
+def test_a_sibling_whose_name_begins_alike_is_another_tree(expect: dict[str, Any], tmp_path: Path, other: str) -> None:
+    path = Path(paths.release(RELEASE) + other)
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert passports.mismatches(passport(expect, sglang=str(path)), expect)
 
 
 def test_a_link_out_of_the_release_is_another_tree(expect: dict[str, Any], tmp_path: Path) -> None:
@@ -114,5 +123,5 @@ def test_a_link_out_of_the_release_is_another_tree(expect: dict[str, Any], tmp_p
 
 def test_armed_instruments_by_flag(expect: dict[str, Any]) -> None:
     flags = {"SGLANG_A": True, "SGLANG_B": True, "SGLANG_C": False}
-    stamps = [passport(expect, armed=["SGLANG_A"]), passport(expect, armed=["SGLANG_C"])]
+    stamps = [passport(expect, armed=["SGLANG_C"]), passport(expect, armed=["SGLANG_A"])]
     assert passports.armed(stamps, flags) == {"SGLANG_A": ["SGLANG_A"], "SGLANG_B": []}

@@ -75,6 +75,8 @@ def test_name_with_blanks_and_brackets(tmp_path: Path) -> None:
         (["/opt/sglang/bin/python3", "/opt/v/torch/_inductor/compile_worker/__main__.py"], "/usr/bin/python3", False),
         (["nvcc", "-I/root/sglang/include", "x.cu"], "/usr/local/cuda/bin/nvcc", False),
         (["/bin/bash", "/root/sglang-dsv4/serve.sh"], "/usr/bin/bash", False),
+        (["/bin/bash", "/root/serve_sglang.sh"], "/usr/bin/bash", False),
+        (["python3", "/opt/tool.py", "/root/sglang"], "/usr/bin/python3", False),
         ([], "/usr/bin/python3", False),
     ],
 )  # fmt: skip

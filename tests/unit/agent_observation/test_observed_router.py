@@ -62,9 +62,7 @@ def listing(new: NewRouter, engine: Engine, others: int = 1) -> FakeRouter:
 
 
 def drain(engine: Engine, *routers: FakeRouter, say: Said | None = None, **limits: Any) -> router.DrainResult:
-    return router.drain(
-        worker(engine, *routers), secrets(*routers), {**LIMITS, **limits}, Said() if say is None else say
-    )
+    return router.drain(worker(engine, *routers), secrets(*routers), {**LIMITS, **limits}, Said() if say is None else say)
 
 
 def admit(engine: Engine, *routers: FakeRouter, **changed: Any) -> list[str]:
@@ -165,9 +163,7 @@ def test_another_worker_that_goes_meanwhile_puts_this_one_back(fake_router: NewR
     assert engine.url in second.urls()
 
 
-def test_a_router_that_keeps_listing_it(
-    fake_router: NewRouter, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_router_that_keeps_listing_it(fake_router: NewRouter, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Router.remove, "__defaults__", (0.5,))
     first, second = listing(fake_router, engine), listing(fake_router, engine)
     second.ignores_delete = True
@@ -271,7 +267,8 @@ def test_a_prefill_is_added_with_its_bootstrap_port(fake_router: NewRouter, engi
 def test_a_unified_worker_is_a_regular_one_and_needs_no_other(fake_router: NewRouter, engine: Engine) -> None:
     one = fake_router()
     assert admit(engine, one, role="unified") == []
-    assert next(iter(one.listed.values()))["worker_type"] == "regular"
+    added = next(request.json() for request in one.requests if request.method == "POST")
+    assert added["worker_type"] == "regular"
 
 
 def test_listed_and_healthy_is_left_alone(fake_router: NewRouter, engine: Engine) -> None:
@@ -279,13 +276,12 @@ def test_listed_and_healthy_is_left_alone(fake_router: NewRouter, engine: Engine
     before = dict(one.listed)
     admit(engine, one)
     assert one.listed == before
+    assert engine.paths() == []
     assert one.paths("POST") == ["/v1/chat/completions"]
 
 
 @pytest.mark.parametrize(("healthy", "port"), [(False, 8998), (True, 1)], ids=["unhealthy", "other bootstrap port"])
-def test_an_entry_that_does_not_fit_is_made_anew(
-    fake_router: NewRouter, engine: Engine, healthy: bool, port: int
-) -> None:
+def test_an_entry_that_does_not_fit_is_made_anew(fake_router: NewRouter, engine: Engine, healthy: bool, port: int) -> None:
     one = without(fake_router)
     one.add(engine.url, "prefill", healthy=healthy, bootstrap_port=port)
     admit(engine, one, role="prefill", bootstrap_port=8998)

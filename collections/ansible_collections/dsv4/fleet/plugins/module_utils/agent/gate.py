@@ -99,9 +99,7 @@ class _Gate:
         self._soak(instance)
         stamps = self._passports() if not self.baseline else []
         armed = passports.armed(stamps, self.expect.get("flags") or {})
-        self.notes += [
-            f"{name} is live, but no instrument of it is in the release" for name, what in armed.items() if not what
-        ]
+        self.notes += [f"{name} is live, but no instrument of it is in the release" for name, what in armed.items() if not what]
         return {
             "main_pid": instance.main_pid,
             "start_time": instance.start_time,
@@ -129,7 +127,7 @@ class _Gate:
             last = instance
             if instance is not None:
                 status, error = self._probe()
-                if status == 200 and self._look() == instance and self._listens(instance):
+                if status == 200 and self._look() == instance and self._listens():
                     streak += 1
                     if streak >= int(self.limits["consecutive"]):
                         return instance
@@ -172,7 +170,7 @@ class _Gate:
         instance = Instance(main.pid, main.start_time, shown.invocation, restarts)
         self._is_new(instance)
         members = proc.processes_of(shown.cgroup)
-        self._no_rival(members)
+        self._no_rival(shown.cgroup)
         if not self.baseline:
             self._no_wrapper(main, members)
             if main.is_python and main.environ:  # no need to wait for a start that cannot be right
@@ -214,22 +212,19 @@ class _Gate:
                 "not go"
             )
 
-    def _no_rival(self, members: list[proc.Process]) -> None:
+    def _no_rival(self, unit_cgroup: str) -> None:
         """Nobody outside the unit listens on its port: that one, not ours, would answer the probes."""
-        inside = {one.pid for one in members}
         for pid in proc.listener(self.port, self.server.host):
-            if pid not in inside:
-                rival = proc.process(pid)
-                if rival is None:
-                    continue
-                group = proc.cgroup(pid)
-                units = [part for part in group.split("/") if part.endswith((".service", ".scope"))]
-                unit = units[-1] if units else "of no unit"
-                raise GateRefused(
-                    f"another process keeps the port: {self.server.host}:{self.port} is served by {rival} in {group} "
-                    f"({unit}), expected a process of {self.unit}; it is a left-over of an earlier start or another "
-                    "unit's server: stop that one"
-                )
+            group, rival = proc.cgroup(pid), proc.process(pid)
+            if rival is None or proc.in_group(pid, unit_cgroup):
+                continue
+            units = [part for part in group.split("/") if part.endswith((".service", ".scope"))]
+            unit = units[-1] if units else "of no unit"
+            raise GateRefused(
+                f"another process keeps the port: {self.server.host}:{self.port} is served by {rival} in {group} "
+                f"({unit}), expected a process of {self.unit}; it is a left-over of an earlier start or another "
+                "unit's server: stop that one"
+            )
 
     def _no_wrapper(self, main: proc.Process, members: list[proc.Process]) -> None:
         """The script must have become the server: a shell that waits keeps systemd's signals to itself."""
@@ -253,10 +248,10 @@ class _Gate:
         self.was_healthy = self.was_healthy or status == 200
         return status, error
 
-    def _listens(self, instance: Instance) -> bool:
+    def _listens(self) -> bool:
         """Does the unit itself hold the port? (That nobody else does, _look has seen.)"""
-        inside = {one.pid for one in proc.processes_of(self.show(self.unit).cgroup)}
-        if inside.intersection(proc.listener(self.port, self.server.host)):
+        group = self.show(self.unit).cgroup
+        if any(proc.in_group(pid, group) for pid in proc.listener(self.port, self.server.host)):
             return True
         self.seen = f"/health is 200, but no process of {self.unit} listens on {self.server.host}:{self.port}"
         return False
@@ -311,9 +306,7 @@ class _Gate:
         wrong = passports.mismatches(stamp, self.expect)
         if not wrong:
             return
-        outside = (
-            "" if any(one.pid == stamp["pid"] for one in members) else f" (it is not in {self.unit}'s control group)"
-        )
+        outside = "" if any(one.pid == stamp["pid"] for one in members) else f" (it is not in {self.unit}'s control group)"
         raise GateRefused("; ".join(wrong) + outside)
 
     def _states(self, instance: Instance) -> None:
@@ -469,7 +462,7 @@ class _Gate:
             time.sleep(min(POLL_S, self._left()))
         if status != 200:
             raise self._died(instance, self.seen)
-        if not self._listens(instance):
+        if not self._listens():
             raise self._died(instance, "it no longer listens")
         self.notes.append(
             f"soak: {soak_s:g} s, {self.probes} probes in all; a server that hangs only after more requests than that "
@@ -517,9 +510,7 @@ def _health_words(status: int | None, error: str | None) -> str:
     return f"/health answers {status}"
 
 
-def _differences(
-    found: dict[str, str], wanted: dict[str, str], prefixes: tuple[str, ...], secret: dict[str, str]
-) -> list[str]:
+def _differences(found: dict[str, str], wanted: dict[str, str], prefixes: tuple[str, ...], secret: dict[str, str]) -> list[str]:
     """How an environment differs: wanted names by value, and extra ones that begin with a prefix.
 
     Values of secret names are compared, never shown.

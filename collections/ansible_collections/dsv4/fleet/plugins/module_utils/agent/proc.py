@@ -57,8 +57,6 @@ class Process:
         title, arguments = os.path.basename(self.cmdline[0]), self.cmdline[1:]
         if title.startswith(("sglang", "sgl_")):
             return True
-        if any("resource_tracker" in argument for argument in arguments):
-            return False
         if any("multiprocessing.spawn" in argument and "spawn_main" in argument for argument in arguments):
             return True
         program = arguments[arguments.index("-m") + 1 :][:1] if "-m" in arguments else arguments[:1]
@@ -127,6 +125,11 @@ def cgroup(pid: int) -> str:
         return ""
 
 
+def in_group(pid: int, unit_cgroup: str) -> bool:
+    """Is the process in the unit's control group, or below it, now?"""
+    return unit_cgroup not in ("", "/") and _within(cgroup(pid), unit_cgroup)
+
+
 def group_in(text: str) -> str:
     """systemd's path in /proc/PID/cgroup. In the hybrid layout either hierarchy may be the one it uses."""
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in text.splitlines() if line.count(":") >= 2}
@@ -162,9 +165,7 @@ def gpu_holders() -> list[tuple[int, int]]:
         raise GpuUnknown(f"found {error}, expected {' '.join(query)} to list processes; look at the driver") from error
     if done.returncode != 0:
         text = (done.stderr.strip() or done.stdout.strip())[:300]
-        raise GpuUnknown(
-            f"found exit code {done.returncode} of {' '.join(query)}: {text}; expected 0; look at the driver"
-        )
+        raise GpuUnknown(f"found exit code {done.returncode} of {' '.join(query)}: {text}; expected 0; look at the driver")
     holders: dict[int, int] = {}
     for line in done.stdout.splitlines():
         pid, _, memory = (word.strip() for word in line.partition(","))
