@@ -107,6 +107,8 @@ def test_at_once_must_be_a_count(at_once: Any) -> None:
 def test_workers_that_need_no_restart_do_not_count_against_the_minimum() -> None:
     plan = wanted(hosts=("d1",))
     assert found(plan, d1=worker("d1", reasons=(), admitted=1)) == ""
+    assert found(plan, d1=worker("d1", reasons=("script", "overrides"), admitted=1)) == ""
+    assert found(plan, d1=worker("d1", reasons=("unit",), admitted=1)) != ""
     assert found(plan, d1=worker("d1", admitted=1)) != ""
 
 

@@ -7,8 +7,9 @@ import typing as t
 
 from ansible_collections.dsv4.fleet.plugins.module_utils.agent import passports
 
-RESTARTING = frozenset({"script", "unit", "restart"})
-"""Reasons after which the server restarts."""
+RESTARTING = frozenset({"unit", "restart"})
+"""Reasons after which the server restarts. A script alone that differs, while the process runs the wanted state, is put back
+without a restart."""
 
 
 def reasons(wanted: t.Mapping[str, t.Any], seen: t.Mapping[str, t.Any]) -> dict[str, str]:
