@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.local.fleet import Fleet
 from tests.local.image import LABEL
 from tests.local.podman import podman, podman_json
-from tests.local.settings import CACHE, PREFIX, ROOT, FleetSettings
+from tests.local.settings import CACHE, ROOT, FleetSettings
 
 
 def clean() -> None:
@@ -20,7 +20,10 @@ def clean() -> None:
     if shutil.which("podman"):
         _fleets()
         _images()
-    for path in (CACHE, ROOT / ".venv", ROOT / ".ansible"):
+    paths = [CACHE, ROOT / ".venv", ROOT / ".ansible"]
+    if not shutil.which("podman") or not podman_json("ps", "--all", "--filter", "label=dsv4.fleet"):
+        paths.append(FleetSettings().control_directory.parent)  # no other checkout has a fleet that locks there
+    for path in paths:
         if path.exists():
             print(f"removing {path}", flush=True)
             shutil.rmtree(path)
@@ -32,12 +35,8 @@ def _fleets() -> None:
     rows = podman_json("ps", "--all", "--filter", f"label=dsv4.checkout={ROOT}")
     names = {row["Labels"]["dsv4.fleet"] for row in rows}
     # A network without containers is left where a first `up` was interrupted; the directory then names the fleet.
-    networks = {row["name"]: (row.get("labels") or {}).get("dsv4.fleet") for row in podman_json("network", "ls")}
-    empty = {
-        fleet
-        for network, fleet in networks.items()
-        if fleet and network == f"{PREFIX}-{fleet}" and (CACHE / "fleet" / fleet).is_dir()
-    }
+    networks = {(row.get("labels") or {}).get("dsv4.fleet") for row in podman_json("network", "ls")}
+    empty = {name for name in networks if name and (CACHE / "fleet" / name).is_dir()}
     for name in sorted(names | empty):
         print(f"removing fleet {name}", flush=True)
         Fleet(FleetSettings(name=name)).down()

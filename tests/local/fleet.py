@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import ipaddress
 import json
+import re
+import secrets
 import shutil
 import socket
 import time
@@ -21,7 +23,7 @@ from typing import Any
 
 from tests.local import handmade, image, overlays, ssh
 from tests.local.handmade import File
-from tests.local.podman import podman, podman_json
+from tests.local.podman import podman, podman_json, wait_for_others
 from tests.local.process import Done, run
 from tests.local.settings import HOSTS, ROOT, ROUTER_PORT, STANDIN, WORKER_PORTS, FleetSettings, LocalError, role_of
 
@@ -32,6 +34,10 @@ LOCK_S = 300.0
 #: inotify instances: systemd's in one container, and what the rest of the machine may hold.
 INOTIFY_EACH, INOTIFY_RESERVE = 6, 32
 INOTIFY = {"fs.inotify.max_user_instances": 8192, "fs.inotify.max_user_watches": 1048576}
+
+
+class LeaseError(LocalError):
+    """podman's address book has an entry that no container holds."""
 
 
 @dataclass(frozen=True)
@@ -92,37 +98,39 @@ class Fleet:
         overlays.make()
         with self._lock():
             self._refuse_foreign(take_over)
-            self._network()
-            nodes = self.nodes()
-            wanted = sorted({*hosts, *nodes}, key=_order)
-            _raise_inotify(len(wanted))
-            addresses = self._addresses(wanted, nodes)
-            digests = {host: self._digest(name, host, addresses) for host in wanted}
-            stale = [
-                host
-                for host in wanted
-                if host not in nodes
-                or nodes[host].digest != digests[host]
-                or nodes[host].state not in ("running", "exited")
-            ]
-            self._make(name, stale, addresses, digests)
-            kept = [host for host in wanted if host not in stale]
-            stopped = [self.settings.container(host) for host in kept if nodes[host].state == "exited"]
-            if stopped:
-                podman("start", *stopped)
-            ssh.write_config(self.settings, addresses)
-            _parallel(self._boot, wanted)
-            _parallel(lambda host: self._write_hosts(host, addresses), kept)
-            if ready:
-                self._settle(wanted, anew=stale)
+            try:
+                self._bring_up(name, hosts, ready)
+            except LeaseError:
+                # podman was killed while it started one of our containers, and keeps the address for it for ever.
+                print(f"fleet {self.settings.name}: podman holds an address of a container that is gone; all are made anew")
+                hosts = list(dict.fromkeys([*self.nodes(), *hosts]))
+                self._remove_all()
+                self._bring_up(name, hosts, ready)
+
+    def _bring_up(self, image_name: str, hosts: Sequence[str], ready: bool) -> None:
+        network = self._network()
+        nodes = self.nodes()
+        wanted = sorted({*hosts, *nodes}, key=_order)
+        _raise_inotify(len(wanted))
+        addresses = self._addresses(wanted, nodes)
+        digests = {host: self._digest(image_name, host, addresses) for host in wanted}
+        usable = {node.host for node in nodes.values() if node.state in ("running", "exited")}
+        stale = [host for host in wanted if host not in usable or nodes[host].digest != digests[host]]
+        kept = [host for host in wanted if host not in stale]
+        self._make(image_name, network, stale, addresses, digests)
+        stopped = [host for host in kept if nodes[host].state == "exited"]
+        _parallel(self._start, stopped)
+        ssh.write_config(self.settings, addresses)
+        _parallel(self._boot, wanted)
+        _parallel(lambda host: self._write_hosts(host, addresses), kept)
+        if ready:
+            self._settle(wanted, anew=[*stale, *stopped])
 
     def down(self, *, take_over: bool = False) -> None:
         """Remove this fleet: its containers, its network, its keys. Nothing happens where there is none."""
         with self._lock():
             self._refuse_foreign(take_over)
-            self._remove(self.nodes().values())
-            if podman("network", "exists", self.settings.network, check=False).rc == 0:
-                podman("network", "rm", "--force", self.settings.network)
+            self._remove_all()
             for directory in (self.settings.directory, self.settings.control_directory):
                 if directory.exists():
                     shutil.rmtree(directory)
@@ -142,21 +150,17 @@ class Fleet:
             name = image.ensure()
             addresses = {host: node.address for host, node in nodes.items()}
             digests = {host: self._digest(name, host, addresses) for host in chosen}
-            self._make(name, chosen, addresses, digests)
+            self._make(name, self._network(), chosen, addresses, digests)
             _parallel(self._boot, chosen)
             if ready:
                 self._settle(list(nodes), anew=chosen)
 
     # -- use ---------------------------------------------------------------------------------------------
 
-    def run(
-        self, host: str, argv: Sequence[str], *, stdin: bytes | None = None, timeout: float = 60, check: bool = True
-    ) -> Done:
+    def run(self, host: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, check: bool = True) -> Done:
         """Run a program on a host as root. It does not go through ssh, so it works when ssh is what is broken."""
-        interactive = ["--interactive"] if stdin is not None else []
-        return podman(
-            "exec", *interactive, self.settings.container(host), *argv, stdin=stdin, timeout=timeout, check=check
-        )
+        interactive = ["--interactive"] if stdin else []
+        return podman("exec", *interactive, self.settings.container(host), *argv, stdin=stdin, timeout=timeout, check=check)
 
     def read(self, host: str, path: str) -> str:
         """The text of a file on a host; LocalError where there is none."""
@@ -223,9 +227,7 @@ class Fleet:
     def _unready(self, router: str, missing: Sequence[str], seconds: float) -> str:
         lines = [f"found {router} without a healthy {', '.join(missing)} after {seconds:.0f} s. Their last words:"]
         for host in dict.fromkeys((router, *missing)):
-            said = self.run(
-                host, ["journalctl", "-n", "8", "-o", "cat", "-u", str(handmade.unit_of(host))], check=False
-            )
+            said = self.run(host, ["journalctl", "-n", "8", "-o", "cat", "-u", str(handmade.unit_of(host))], check=False)
             lines.append(f"--- {host}\n{said.out.strip()}")
         return "\n".join(lines)
 
@@ -248,6 +250,7 @@ class Fleet:
                             f"expected it to end: look for it with `fuser {file.name}`"
                         ) from error
                     time.sleep(0.2)
+            wait_for_others(f"{self.settings.network}-")
             yield
 
     def _refuse_foreign(self, take_over: bool) -> None:
@@ -263,26 +266,30 @@ class Fleet:
                 "DSV4_LOCAL_SUBNET) to another name here, or add --take-over"
             )
 
-    def _network(self) -> None:
-        """The fleet's network; made anew if it has another range, after a look whether the range is free."""
-        name, subnet = self.settings.network, self.settings.subnet
-        networks = {row["name"]: row for row in podman_json("network", "ls")}
-        if name in networks:
-            ranges = [item["subnet"] for item in networks[name].get("subnets", [])]
-            if ranges == [str(subnet)]:
-                return
+    def _networks(self) -> list[dict[str, Any]]:
+        """This fleet's networks as podman lists them: one, or none."""
+        rows = podman_json("network", "ls")
+        return [row for row in rows if (row.get("labels") or {}).get("dsv4.fleet") == self.settings.name]
+
+    def _network(self) -> str:
+        """The name of the fleet's network; made anew if it has another range, after a look whether that is free.
+
+        A network made anew has a name that was never used: podman keeps addresses by it, even when both a
+        container and its network are gone, if it was killed while it started one.
+        """
+        subnet = self.settings.subnet
+        rows = self._networks()
+        ranges = [item["subnet"] for row in rows for item in row.get("subnets", [])]
+        if ranges == [str(subnet)]:
+            return str(rows[0]["name"])
+        if rows:
             print(f"fleet {self.settings.name} moves from {', '.join(ranges)} to {subnet}", flush=True)
-            self._remove(self.nodes().values())
-            podman("network", "rm", "--force", name)
-            del networks[name]
-        for user, used in _used_ranges(networks.values()):
-            if used.overlaps(subnet):
-                raise LocalError(
-                    f"found {subnet} in use by {user}, expected a free range: set DSV4_LOCAL_SUBNET to one, "
-                    "such as 198.51.100.192/26"
-                )
+            self._remove_all()
+        _require_free(subnet)
+        name = f"{self.settings.network}-{secrets.token_hex(3)}"
         label = f"dsv4.fleet={self.settings.name}"
         podman("network", "create", "--disable-dns", "--subnet", str(subnet), "--label", label, name)
+        return name
 
     def _addresses(self, wanted: Sequence[str], nodes: Mapping[str, Node]) -> dict[str, str]:
         """Fixed places for the usual hosts, the lowest free ones for others; a node keeps what it has."""
@@ -320,7 +327,12 @@ class Fleet:
         return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
     def _make(
-        self, image_name: str, hosts: Sequence[str], addresses: Mapping[str, str], digests: Mapping[str, str]
+        self,
+        image_name: str,
+        network: str,
+        hosts: Sequence[str],
+        addresses: Mapping[str, str],
+        digests: Mapping[str, str],
     ) -> None:
         """Replace the containers of these hosts. State goes in before the first boot."""
         if not hosts:
@@ -336,11 +348,11 @@ class Fleet:
                 "dsv4.digest": digests[host],
                 "dsv4.checkout": str(ROOT),
             }
-            podman(
+            create = [
                 "create",
                 f"--name={name}",
                 f"--hostname={host}",
-                f"--network={self.settings.network}",
+                f"--network={network}",
                 f"--ip={addresses[host]}",
                 f"--mac-address={_mac(addresses[host])}",
                 "--no-hosts",
@@ -349,12 +361,31 @@ class Fleet:
                 *(f"--label={key}={value}" for key, value in labels.items()),
                 image_name,
                 "/lib/systemd/systemd",
-            )
+            ]
+            done = podman(*create, check=False)
+            if done.rc != 0:
+                if "already in use" in done.err:  # storage of a container that podman was killed over, and does not list
+                    podman("rm", "--force", "--storage", name)
+                podman(*create)
             contents = {**self._contents(host, addresses), "/etc/hosts": File(_hosts_text(addresses))}
             podman("cp", "-", f"{name}:/", stdin=handmade.archive(contents))
-            podman("start", name)
+            self._start(host)
 
         _parallel(make, hosts)
+
+    def _start(self, host: str) -> None:
+        """Start a container; LeaseError where podman has given its address to one that is gone."""
+        done = podman("start", self.settings.container(host), check=False)
+        if done.rc != 0:
+            raise (LeaseError if "already allocated" in done.err else LocalError)(
+                f"could not start {self.settings.container(host)}: {done.err.strip()}"
+            )
+
+    def _remove_all(self) -> None:
+        """Remove all containers and the network."""
+        self._remove(self.nodes().values())
+        for row in self._networks():
+            podman("network", "rm", "--force", row["name"])
 
     def _remove(self, nodes: Iterable[Node]) -> None:
         """Remove these containers, and this machine's ssh connections to them."""
@@ -380,9 +411,7 @@ class Fleet:
                 raise LocalError(f"found failed units on {host}, expected none:\n{failed}")
             if state != "running":
                 if time.monotonic() > deadline:
-                    raise LocalError(
-                        f"found {host} {state or 'without systemd'} after {BOOT_S:.0f} s, expected running"
-                    )
+                    raise LocalError(f"found {host} {state or 'without systemd'} after {BOOT_S:.0f} s, expected running")
                 time.sleep(0.1)
         address = self.address(host)
         while True:
@@ -440,16 +469,37 @@ def _parallel(action: Any, hosts: Sequence[str]) -> None:
             future.result()
 
 
-def _used_ranges(networks: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, ipaddress.IPv4Network]]:
-    """Ranges in use: this machine's routes, and podman's networks, which may be down."""
+def _require_free(subnet: ipaddress.IPv4Network) -> None:
+    """LocalError if a route of this machine, or another network of podman's, overlaps the range."""
+    used: list[tuple[str, ipaddress.IPv4Network]] = []
+    networks = podman_json("network", "ls")
+    bridges = {row["network_interface"] for row in networks}
     for row in json.loads(run(["ip", "-json", "-4", "route", "show"]).out or "[]"):
-        if row["dst"] != "default":
-            yield f"the route to {row['dst']} on {row.get('dev', '?')}", ipaddress.IPv4Network(row["dst"], strict=False)
-    for network in networks:
-        for item in network.get("subnets", []):
-            used = ipaddress.ip_network(item["subnet"])
-            if isinstance(used, ipaddress.IPv4Network):
-                yield f"podman's network {network['name']}", used
+        if row["dst"] == "default":
+            continue
+        route, device = ipaddress.IPv4Network(row["dst"], strict=False), str(row.get("dev", "?"))
+        if route == subnet and device not in bridges and re.fullmatch(r"podman\d+", device):
+            # A bridge of podman's making, of just this range, and of none of its networks.
+            print(f"removing {device}, which a killed podman left on {subnet}", flush=True)
+            _remove_bridge(device)
+        else:
+            used.append((f"the route to {route} on {device}", route))
+    for row in networks:  # one that is down has no route
+        ranges = [ipaddress.ip_network(item["subnet"]) for item in row.get("subnets", [])]
+        used += [(f"podman's network {row['name']}", item) for item in ranges if isinstance(item, ipaddress.IPv4Network)]
+    for user, taken in used:
+        if taken.overlaps(subnet):
+            raise LocalError(
+                f"found {subnet} in use by {user}, expected a free range: set DSV4_LOCAL_SUBNET to a free one, "
+                "such as 198.51.100.192/26"
+            )
+
+
+def _remove_bridge(device: str) -> None:
+    """Remove a bridge and what is left at its ports."""
+    for port in Path("/sys/class/net", device, "brif").iterdir():
+        run(["ip", "link", "delete", port.name])
+    run(["ip", "link", "delete", device])
 
 
 def _raise_inotify(containers: int) -> None:

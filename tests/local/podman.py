@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import shutil
+import time
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -102,9 +104,32 @@ def _write(path: Path, text: str) -> dict[str, str]:
     return {"CONTAINERS_CONF": str(path)}
 
 
-def podman(*argv: str, stdin: bytes | None = None, timeout: float = 120, check: bool = True) -> Done:
-    """One podman command."""
-    return run(["podman", *argv], stdin=stdin, env=environment(), timeout=timeout, check=check)
+def podman(*argv: str, stdin: bytes = b"", timeout: float = 120, check: bool = True) -> Done:
+    """One podman command. It is not cut short: podman loses count of its own things when it is."""
+    return run(["podman", *argv], stdin=stdin, env=environment(), timeout=timeout, check=check, finish=True)
+
+
+def wait_for_others(name: str, seconds: float = 120.0) -> None:
+    """Wait for podman commands of an interrupted run that still make or remove things named ``name``…
+
+    LocalError if they do not end.
+    """
+    deadline = time.monotonic() + seconds
+    while busy := [pid for pid, argv in _podman_commands() if any(name in word for word in argv)]:
+        if time.monotonic() > deadline:
+            raise LocalError(f"found podman still busy with {name} after {seconds:.0f} s (pid {busy[0]}), expected an end")
+        time.sleep(0.2)
+
+
+def _podman_commands() -> Iterator[tuple[int, list[str]]]:
+    """Running podman commands that change containers or networks."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            argv = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has just ended
+            continue
+        if Path(argv[0]).name == "podman" and len(argv) > 1 and argv[1] in ("create", "cp", "start", "rm", "network"):
+            yield int(path.parent.name), argv
 
 
 def podman_json(*argv: str) -> Any:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.local.settings import LocalError
+
+#: How long an interrupted process waits for a program that should not be cut short.
+FINISH_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -23,33 +28,55 @@ class Done:
 def run(
     argv: Sequence[str],
     *,
-    stdin: bytes | None = None,
+    stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
     check: bool = True,
+    finish: bool = False,
 ) -> Done:
     """Run a program to its end, at most ``timeout`` seconds.
 
-    ``env`` is added to this process's environment. LocalError when the program is missing, when it
-    takes longer, and, with ``check``, when its exit status is not 0.
+    ``env`` is added to this process's environment. With ``finish``, an interruption of this process (Ctrl-C) waits
+    for the program instead of ending it. LocalError when the program is missing, when it takes longer, and, with
+    ``check``, when its exit status is not 0.
     """
     shown = shlex.join(argv[:12]) + (" …" if len(argv) > 12 else "")
     try:
-        # Empty input where there is none of ours: a program must not wait for, or swallow, the caller's.
-        done = subprocess.run(
+        # A session of its own: Ctrl-C reaches this process alone, which then decides.
+        process = subprocess.Popen(
             argv,
-            input=stdin or b"",
             env={**os.environ, **(env or {})},
-            capture_output=True,
-            timeout=timeout,
-            check=False,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
     except FileNotFoundError as error:
         raise LocalError(f"found no program {argv[0]!r} on PATH: `make setup` installs what is needed") from error
-    except subprocess.TimeoutExpired as error:
-        raise LocalError(f"found `{shown}` still running after {timeout:.0f} s, ended it") from error
-    result = Done(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    with process:
+        try:
+            out, err = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired as error:
+            end(process)
+            raise LocalError(f"found `{shown}` still running after {timeout:.0f} s, ended it") from error
+        except BaseException:
+            if finish:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=FINISH_S)
+            end(process)
+            raise
+    result = Done(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
     if check and result.rc != 0:
         said = (result.err.strip() or result.out.strip())[-2000:]
         raise LocalError(f"found exit status {result.rc} from `{shown}`, expected 0. It said:\n{said}")
     return result
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program that leads its own session, with all that it started there."""
+    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            return

@@ -68,9 +68,7 @@ def machine() -> str:
     """The processor architecture as wheels name it."""
     name = platform.machine()
     if name not in ROUTER_SHA256:
-        raise LocalError(
-            f"found a {name} machine, expected one of {', '.join(ROUTER_SHA256)}: there is no router wheel for it"
-        )
+        raise LocalError(f"found a {name} machine, expected one of {', '.join(ROUTER_SHA256)}: there is no router wheel for it")
     return name
 
 
@@ -102,9 +100,7 @@ def role_of(host: str) -> str:
     """The role of a host by its name; an error for a name that follows no rule."""
     match = re.fullmatch(r"([a-z]+)([1-9][0-9]{0,2})", host)
     if not match or match[1] not in ROLES:
-        raise LocalError(
-            f"found host name {host!r}, expected one of {', '.join(ROLES)} followed by a number, such as decode1"
-        )
+        raise LocalError(f"found host name {host!r}, expected one of {', '.join(ROLES)} followed by a number, such as decode1")
     return match[1]
 
 
@@ -135,16 +131,14 @@ class FleetSettings:
         try:
             network = ipaddress.IPv4Network(text)
         except ValueError as error:
-            raise LocalError(
-                f"found subnet {text!r} (DSV4_LOCAL_SUBNET), expected such as 198.51.100.0/26: {error}"
-            ) from error
+            raise LocalError(f"found subnet {text!r} (DSV4_LOCAL_SUBNET), expected such as 198.51.100.0/26: {error}") from error
         if network.num_addresses < 16:
             raise LocalError(f"found subnet {network} (DSV4_LOCAL_SUBNET), expected a /28 or a larger one")
         return network
 
     @property
     def network(self) -> str:
-        """The podman network's name."""
+        """What the name of the podman network begins with."""
         return f"{PREFIX}-{self.name}"
 
     def container(self, host: str) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from tests.local.fleet import Fleet
 from tests.local.playbook import environment
 from tests.local.podman import environment as podman_environment
+from tests.local.process import end
 from tests.local.settings import CACHE, ROOT, FleetSettings, LocalError
 
 #: Fleets that tests bring up; removed before and after, unless DSV4_KEEP_FLEET is set.
@@ -61,12 +62,7 @@ def run_step(argv: Sequence[str], env: Mapping[str, str] | None = None) -> int:
         return 124
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end(process)
 
 
 def command(name: str, *argv: str) -> Count:
@@ -159,9 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is started is also ended
     REPORTS.mkdir(parents=True, exist_ok=True)
     os.environ.pop("DSV4_LOCAL_FLEET", None)  # an operator's own choice is not the tests'
-    os.environ.update(
-        {name: value for name, value in environment(FleetSettings()).items() if name in ("PATH", "LC_ALL")}
-    )
+    os.environ.update({name: value for name, value in environment(FleetSettings()).items() if name in ("PATH", "LC_ALL")})
     total, times = Count(), {}
     containers = any(part in WITH_CONTAINERS for part in parts)
     try:
