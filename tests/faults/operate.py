@@ -55,12 +55,16 @@ def hand_made(fleet: Fleet, hosts: Sequence[str] = WORKERS) -> None:
             **handmade.files(host, WORKERS),
             "/etc/dsv4-standin.json": handmade.File(json.dumps(QUICK_STANDIN)),
         }
+        unit = unit_of(host)
+        # A stop may take its whole time: systemd can miss that all processes went (cgroup v1).
+        drop_in = f"/run/systemd/system/{unit}.d"
         script = (
-            f"systemctl disable --now {unit_of(host)}; systemctl reset-failed; rm -rf /var/lib/dsv4/units /var/lib/dsv4/tx "
-            "/run/dsv4-standin-faults.json /run/dsv4; tar -x -C /"
+            f"mkdir -p {drop_in}; echo '[Service]\nTimeoutStopSec=2' > {drop_in}/stop.conf; systemctl daemon-reload; "
+            f"systemctl disable --now {unit}; systemctl reset-failed; "
+            f"rm -rf /var/lib/dsv4/units /var/lib/dsv4/tx /run/dsv4-standin-faults.json /run/dsv4 {drop_in}; tar -x -C /"
         )
         fleet.run(host, ["sh", "-c", script], stdin=handmade.archive(files))
-        fleet.run(host, ["sh", "-ec", f"systemctl daemon-reload; systemctl enable --now {unit_of(host)}"])
+        fleet.run(host, ["sh", "-ec", f"systemctl daemon-reload; systemctl enable --now {unit}"])
     for host in hosts:
         port = WORKER_PORTS[role_of(host)]
         wait_until(partial(_healthy, fleet, host, port), f"{host} healthy")

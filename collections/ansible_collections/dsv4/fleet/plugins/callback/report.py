@@ -46,7 +46,8 @@ class CallbackModule(CallbackBase):
         self._inventory: dict[str, list[str]] = {}
         self._drift = False
 
-    def _keep(self, result: t.Any) -> None:
+    def _keep(self, result: t.Any, failed: bool = False) -> None:
+        # Ansible 2.19 takes the key `failed` out of what callbacks get: is_failed() says False of a failure.
         action = result.task.action
         if action == "dsv4.fleet.change":
             self._ends[result.host.get_name()] = result.result.get("dsv4") or {
@@ -58,7 +59,7 @@ class CallbackModule(CallbackBase):
             self._drift = bool(result.result.get("drift"))
         elif action == "dsv4.fleet.preflight":
             self._planned = result.result.get("hosts", [])
-        elif action == "dsv4.fleet.inspect" and result.is_failed():
+        elif action == "dsv4.fleet.inspect" and failed:
             end = (result.result.get("dsv4") or {}).get("end_state", "unchanged")
             self._ends[result.host.get_name()] = {
                 "end_state": end,
@@ -70,10 +71,10 @@ class CallbackModule(CallbackBase):
         self._keep(result)
 
     def v2_runner_on_failed(self, result: t.Any, ignore_errors: bool = False) -> None:
-        self._keep(result)
+        self._keep(result, failed=True)
 
     def v2_runner_on_unreachable(self, result: t.Any) -> None:
-        self._keep(result)
+        self._keep(result, failed=True)
 
     def v2_playbook_on_stats(self, stats: t.Any) -> None:
         if not stats.processed:
