@@ -193,12 +193,16 @@ class _Inspection:
         notes: list[str],
     ) -> None:
         """Names, types and launch arguments against what the tree itself declares and reads."""
-        found = upstream.check_environment(extra, declared, read) + upstream.check_launch_arguments(arguments, known)
-        for one in found:
-            if one.severity == "error":
-                problems.add(one.text)
-            else:
-                notes.append(one.text)
+        for variable, found in (
+            ("dsv4_extra_env", upstream.check_environment(extra, declared, read)),
+            ("sglang_serve_arguments", upstream.check_launch_arguments(arguments, known)),
+        ):
+            for one in found:
+                text = f"{one.text} {variable} is set at {self._where.variable(variable)}."
+                if one.severity == "error":
+                    problems.add(text)
+                else:
+                    notes.append(text)
         for row in table:
             if not resolved.on(row.short) or row.env in read:
                 continue

@@ -1,0 +1,122 @@
+"""A broken connection or a killed controller changes nothing of a transaction: it ends by itself, and the next run
+attaches to it or finds it done. Shown at every step of the life cycle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import FaultFleet
+from tests.local.playbook import environment
+from tests.local.settings import ROOT
+
+UNIT = "sglang-dsv4-decode.service"
+STEPS = ("stage", "drain", "switch", "stop", "start", "gate", "admit")
+
+
+class Controller:
+    """One ansible-playbook with its own process group, read line by line."""
+
+    def __init__(self, fleet: FaultFleet, playbook: str) -> None:
+        argv = ["ansible-playbook", f"playbooks/{playbook}.yml", "--limit", "decode1"]
+        self._process = subprocess.Popen(
+            argv, cwd=ROOT, env={**os.environ, **environment(fleet.settings), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+
+    def until(self, text: str) -> None:
+        """Read on until a line holds *text*; an error with the output where none does."""
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"found no line with {text!r} in:\n{''.join(self.lines)}")
+
+    def kill(self) -> None:
+        """SIGKILL the controller and all its forks: they can do nothing about it."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+    def end(self) -> int:
+        """Read to the end; the exit code."""
+        assert self._process.stdout
+        self.lines += list(self._process.stdout)
+        return self._process.wait(60)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+
+def ssh_processes(fleet: FaultFleet) -> list[int]:
+    """Our ssh processes to decode1 of this fleet: masters and clients, by the fleet's own control directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        mine = f"{fleet.settings.control_directory}/" in words
+        # A client names the host; a master names only its socket.
+        if mine and (words.startswith("ssh:") or (words.startswith("ssh ") and "decode1" in words)):
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def playbooks() -> Iterator[str]:
+    """Two plays that undo each other, in turn, so that each run has something to change."""
+
+    def turn() -> Iterator[str]:
+        while True:
+            yield "enable-gediff"
+            yield "disable-diagnostics"
+
+    return turn()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_killed_controller_leaves_the_transaction_running_and_the_next_run_attaches(
+    fleet: FaultFleet, playbooks: Iterator[str], step: str
+) -> None:
+    playbook = next(playbooks)
+    before = fleet.main_pid("decode1", UNIT)
+    first = Controller(fleet, playbook)
+    first.until(f"decode1 | {step}: ")
+    first.kill()
+    second = fleet.playbook(playbook, limit="decode1")
+    assert second.ok, second.stdout
+    end = second.dsv4["decode1"]["end_state"]
+    attached = "attached to the running transaction" in second.stdout
+    assert end == "applied" if attached else end in ("unchanged", "applied")
+    after = fleet.main_pid("decode1", UNIT)
+    assert after not in (0, before)
+    third = fleet.playbook(playbook, limit="decode1")
+    assert third.dsv4["decode1"]["end_state"] == "unchanged"
+    assert fleet.main_pid("decode1", UNIT) == after
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_broken_connection_is_made_anew_and_the_same_run_ends_well(
+    fleet: FaultFleet, playbooks: Iterator[str], step: str
+) -> None:
+    playbook = next(playbooks)
+    before = fleet.main_pid("decode1", UNIT)
+    run = Controller(fleet, playbook)
+    run.until(f"decode1 | {step}: ")
+    killed = ssh_processes(fleet)
+    assert killed, run.output
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert run.end() == 0, run.output
+    assert "decode1: applied" in run.output
+    assert fleet.main_pid("decode1", UNIT) not in (0, before)
