@@ -51,7 +51,7 @@ def test_only_live_processes_have_passports(tmp_path: Path, expect: dict[str, An
     for name, content in {
         f"{pid}.json": mine,
         f"{gone.pid}.json": {**mine, "pid": gone.pid},
-        f"{os.getppid()}.json": {**mine, "pid": os.getppid()},  # alive, but it started at another time
+        f"{os.getppid()}.json": {**mine, "pid": os.getppid(), "start_time": 1},  # alive, but not since then
         "1.json": mine,  # of another process than its name says
         f".{pid}.json.new": mine,
     }.items():
