@@ -61,7 +61,11 @@ def _status(fleet: Fleet) -> int:
     if not nodes:
         print(f"fleet {fleet.settings.name}: none is up")
         return 1
-    listed = fleet.router_workers() if nodes.get("router1") and nodes["router1"].state == "running" else {}
+    try:
+        listed = fleet.router_workers() if "router1" in nodes else {}
+    except LocalError as error:
+        print(error)
+        listed = {}
     well = True
     for host, node in nodes.items():
         unit = handmade.unit_of(host)
@@ -119,6 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LocalError as error:
         print(f"local fleet: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("local fleet: interrupted; the same command goes on from here, `make down` removes what is there", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -40,8 +40,7 @@ FILES = {
     # Many short sessions of Ansible at once are ordinary here; names of clients are not looked up.
     "/etc/ssh/sshd_config.d/dsv4.conf": (
         0o644,
-        "HostKey /etc/ssh/ssh_host_ed25519_key\nMaxStartups 100\nMaxSessions 100\nUseDNS no\n"
-        "PasswordAuthentication no\n",
+        "HostKey /etc/ssh/ssh_host_ed25519_key\nMaxStartups 100\nMaxSessions 100\nUseDNS no\nPasswordAuthentication no\n",
     ),
     # journald's default may take a tenth of the disk for each node.
     "/etc/systemd/journald.conf.d/dsv4.conf": (0o644, "[Journal]\nSystemMaxUse=64M\nRuntimeMaxUse=64M\n"),

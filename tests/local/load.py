@@ -70,9 +70,7 @@ class Load:
     It stops by itself after ``seconds``. On leaving, requests in flight are read to their end and counted.
     """
 
-    def __init__(
-        self, url: str, *, clients: int = 4, tokens: int = 40, pause_s: float = 0.1, seconds: float = 900.0
-    ) -> None:
+    def __init__(self, url: str, *, clients: int = 4, tokens: int = 40, pause_s: float = 0.1, seconds: float = 900.0) -> None:
         self.url, self.clients, self.tokens, self.pause_s, self.seconds = url, clients, tokens, pause_s, seconds
         self.tally = Tally()
         self._stop = threading.Event()
@@ -83,9 +81,7 @@ class Load:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
     def wait_served(self, count: int, seconds: float = 60.0) -> None:
