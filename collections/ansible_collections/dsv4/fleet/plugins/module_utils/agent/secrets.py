@@ -115,6 +115,16 @@ def args_file(args: dict[str, Any]) -> str:
     return "".join(lines)
 
 
+def api_key(unit: str, wanted: str | None, otherwise: str | None) -> str | None:
+    """The key that a server started with the secrets *wanted* asks for; *otherwise* where they name none.
+
+    A change of the key has two servers with two keys: the one that is drained and the one that is proved.
+    """
+    text = files.read(f"{directory(unit, wanted)}/args.yaml") if wanted and wanted != NONE else None
+    found = re.search(r'^api-key: (".*")$', text.decode(), re.MULTILINE) if text else None
+    return json.loads(found[1]) if found else otherwise
+
+
 def texts(secrets: dict[str, Any]) -> list[str]:
     """Every secret text, longest first: what must never stand in a journal, an answer or a log."""
     found = [secrets.get("api_key"), secrets.get("host_key")]

@@ -279,7 +279,9 @@ class Change:
         limits = {**self.limits, "consecutive": 1, "soak_s": 0, "gate_s": patience}
         try:
             with self.journal.step("gate", "proving the running process"):
-                self.proof = self.tools.gate(self.worker, target.expect, None, limits, self.generation, self.secrets, self.say)
+                self.proof = self.tools.gate(
+                    self.worker, target.expect, None, limits, self.generation, self._secrets_of(target), self.say
+                )
         except Exception as error:
             self._note(f"it ran the wanted state already, but did not prove it ({error}); it is restarted")
             return False
@@ -311,7 +313,7 @@ class Change:
             listed=self.was_listed,
         )
         try:
-            self.tools.drain(self.worker, self.secrets, self.limits, self.say)
+            self.tools.drain(self.worker, self._live_secrets(), self.limits, self.say)
         except router.DrainRefused as error:
             # A server that hangs never gets idle and cannot be put back: nothing is saved by leaving it hanging.
             status, said = self.tools.health(self.worker, self.secrets.get("api_key"), float(self.limits["probe_s"]))
@@ -446,14 +448,16 @@ class Change:
     def _prove(self, state: states.State, before: dict[str, Any] | None) -> None:
         started = time.monotonic()
         with self.journal.step("gate", f"proving {self._short(state.name)}"):
-            self.proof = self.tools.gate(self.worker, state.expect, before, self.limits, self.generation, self.secrets, self.say)
+            self.proof = self.tools.gate(
+                self.worker, state.expect, before, self.limits, self.generation, self._secrets_of(state), self.say
+            )
         self.healthy_after = round(time.monotonic() - started, 3)
 
     def _admit(self) -> None:
         with self.journal.step("admit", "putting the worker into its routers"):
             if self._ensure_enabled():
                 self.changed.append("unit")
-            for note in self.tools.admit(self.worker, self.secrets, self.limits, self.say, self.generation) or []:
+            for note in self.tools.admit(self.worker, self._live_secrets(), self.limits, self.say, self.generation) or []:
                 self._note(note)
             if self.admits:
                 self.changed.append("admit")
@@ -691,6 +695,18 @@ class Change:
         if main is None:
             return None
         return {"invocation": shown.invocation, "main_pid": main.pid, "start_time": main.start_time}
+
+    def _secrets_of(self, state: states.State) -> dict[str, Any]:
+        """The request's secrets with the API key of a server of this state."""
+        wanted = state.expect.get("environment", {}).get("DSV4_FLEET_SECRETS")
+        return {**self.secrets, "api_key": secrets.api_key(self.unit, wanted, self.secrets.get("api_key"))}
+
+    def _live_secrets(self) -> dict[str, Any]:
+        """The request's secrets with the API key of the server that runs now."""
+        shown = self.tools.systemd.show(self.unit)
+        main = self.tools.process(shown.main_pid) if shown.main_pid else None
+        wanted = main.environ.get("DSV4_FLEET_SECRETS") if main else None
+        return {**self.secrets, "api_key": secrets.api_key(self.unit, wanted, self.secrets.get("api_key"))}
 
     def _live_state(self, shown: systemd.Unit) -> str | None:
         """The state that the main process was started as; `baseline` for the recorded hand-made one; None for none."""
