@@ -59,10 +59,14 @@ class Agent:
             answer = json.loads(text)
         except ValueError:
             said = (done["stderr"] or done["stdout"]).strip()[-2000:] or "nothing"
-            raise AgentError(
+            text = (
                 f"agent {what}: found exit code {done['rc']} and no answer; it said: {said}; expected one JSON object; "
                 f"see that {self._python!r} on the host is Python 3.9 or newer (ansible_python_interpreter)"
-            ) from None
+            )
+            # An ssh that is killed, or loses its master, ends by a signal or with 255 and whatever had come by then. A
+            # program that has answered before and does not now was cut off as well.
+            cut_off = done["rc"] < 0 or done["rc"] == 255 or what == "follow"
+            raise (Unreachable if cut_off else AgentError)(text) from None
         if not answer.get("ok"):
             raise AgentError(f"agent {what}: {answer.get('error', 'found an answer without a reason')}")
         return answer
