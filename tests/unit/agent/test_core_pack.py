@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 import zipfile
 import zlib
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
-from agent import pack
+from agent import cache, files, pack, paths
 
 REQUEST = {"format": 1, "op": "compile", "python": "python3", "sources": {}, "marker": "x" * 50}
 
@@ -71,3 +73,31 @@ def test_an_error_never_repeats_a_secret() -> None:
 def test_another_format_is_refused() -> None:
     code, answer = run(*pack.command({**REQUEST, "format": 2}))
     assert code == 1 and "found format 2, expected 1" in answer["error"]
+
+
+def test_the_compiled_form_is_used_once_it_is_kept_and_says_the_same(root: Path) -> None:
+    argv, stdin = pack.command(REQUEST)
+    loader = argv[3].replace("/run/dsv4/cache", paths.CACHE)
+    told = f"{loader[: loader.rindex('sys.exit')]}print(sys.modules['agent'].__file__)\nsys.exit(answer(request, program))"
+    cache.remember(pack.program())
+    kept = cache.path(argv[5])
+    assert os.stat(kept).st_mode & 0o777 == 0o600 and os.stat(paths.CACHE).st_mode & 0o777 == 0o700
+    done = subprocess.run([sys.executable, *argv[1:3], told, *argv[4:]], input=stdin, capture_output=True, timeout=60)
+    where, answered = done.stdout.decode().splitlines()
+    assert where == f"{kept}/agent/__init__.pyc" and json.loads(answered)["ok"] is True
+
+
+def test_only_the_newest_compiled_form_is_kept(root: Path) -> None:
+    cache.remember(pack.program())
+    other = BytesIO(pack.program())
+    with zipfile.ZipFile(other, "a") as archive:
+        archive.writestr("agent/another.py", "X = 1\n")
+    cache.remember(other.getvalue())
+    assert os.listdir(paths.CACHE) == [os.path.basename(cache.path(files.sha256(other.getvalue())))]
+
+
+def test_the_stored_program_can_be_run_by_its_path(root: Path) -> None:
+    stored = root / "agent.pyz"
+    stored.write_bytes(pack.program())
+    done = subprocess.run([sys.executable, "-I", str(stored), "nonsense"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 64 and "usage: agent.pyz run ID" in done.stderr

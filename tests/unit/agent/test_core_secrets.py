@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]  # it carries no types
+import yaml
 from agent import paths, secrets
 from agent.errors import AgentError
 
@@ -88,3 +88,13 @@ def test_secrets_of_a_transaction_live_in_memory_only(root: Path) -> None:
     assert secrets.load(identity) == {"api_key": "k"}
     secrets.forget(identity)
     assert secrets.load(identity) == {}
+
+
+def test_the_key_of_a_server_is_the_one_it_was_started_with(root: Path) -> None:
+    old = {"env": {}, "args": {"api-key": 'old "key"'}}
+    key = secrets.ensure_host_key("a" * 64)
+    wanted = secrets.digest(old, key)
+    assert wanted and secrets.write("x.service", old, wanted, key)
+    assert secrets.api_key("x.service", wanted, "new") == 'old "key"'
+    for unknown in (None, secrets.NONE, "0" * 64):
+        assert secrets.api_key("x.service", unknown, "new") == "new"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from agent import inspect, paths, start, systemd
+from agent import follow, inspect, paths, start, systemd
 from agent.errors import AgentError
 from agent.journal import Journal, Transaction
 from agent.ledger import Ledger
@@ -71,7 +71,7 @@ def test_a_request_sent_twice_is_carried_out_once(host: MadeUpHost) -> None:
     change.run()
     host.log.clear()
     assert call(host, request)["attached"] is True and host.log == []
-    assert start.follow(request["id"], 0, 0, cast(systemd.Systemd, host))["result"]["end_state"] == "applied"
+    assert follow.follow(request["id"], 0, 0, cast(systemd.Systemd, host))["result"]["end_state"] == "applied"
 
 
 def test_a_unit_that_could_not_be_started_leaves_nothing(host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,20 +109,21 @@ def test_a_malformed_request_is_refused(host: MadeUpHost, change: dict[str, Any]
 def test_following_gives_lines_from_a_number_on_and_the_result_at_the_end(host: MadeUpHost) -> None:
     change = host.begin(host.request(host.target("a")))
     host.agent = ("active", f"dsv4-fleet transaction {change.transaction.id}")
-    nothing = start.follow(change.transaction.id, 0, 0, cast(systemd.Systemd, host))
+    nothing = follow.follow(change.transaction.id, 0, 0, cast(systemd.Systemd, host))
     assert nothing == {"lines": [], "next": 0, "running": True, "result": None}
     change.run()
-    whole = start.follow(change.transaction.id, 0, 0, cast(systemd.Systemd, host))
+    whole = follow.follow(change.transaction.id, 0, 0, cast(systemd.Systemd, host))
     assert whole["result"]["end_state"] == "applied" and whole["running"] is False
     assert [line["step"] for line in whole["lines"] if line["event"] == "begin"][:3] == ["stage", "drain", "switch"]
-    rest = start.follow(change.transaction.id, whole["next"] - 1, 0, cast(systemd.Systemd, host))
+    rest = follow.follow(change.transaction.id, whole["next"] - 1, 0, cast(systemd.Systemd, host))
     assert rest["lines"] == whole["lines"][-1:]
 
 
 def test_following_a_dead_transaction_says_that_nothing_runs(host: MadeUpHost) -> None:
     identity = host.die(host.target("a"), "gate")
-    answer = start.follow(identity, 10_000, 0, cast(systemd.Systemd, host))
+    answer = follow.follow(identity, 10_000, 0, cast(systemd.Systemd, host))
     assert answer == {"lines": [], "next": 10_000, "running": False, "result": None}
+    assert follow.follow(identity, 0, 0, cast(systemd.Systemd, host))["running"] is False, "whatever there is to read"
 
 
 def test_a_line_that_a_crash_cut_is_not_shown_and_does_not_spoil_the_next(host: MadeUpHost) -> None:

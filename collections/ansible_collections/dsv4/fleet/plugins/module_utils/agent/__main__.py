@@ -35,8 +35,9 @@ def _requested(request: dict[str, Any], program: bytes) -> dict[str, Any]:
     # Each operation imports what it needs: a program that starts often should start fast.
     operation = request["op"]
     if operation == "inspect":
-        from . import inspect
+        from . import cache, inspect
 
+        cache.remember(program)
         return inspect.inspect(check.request(request, ("worker", "secrets")))
     if operation == "compile":
         from . import python_env
@@ -54,13 +55,16 @@ def main(arguments: list[str]) -> int:
     """The stored program. `run` and `recover` write their result to the transaction; the exit status says little."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name == "follow" and len(rest) == 3:
-        from . import start
+        from . import follow
 
-        return _say(lambda: start.follow(rest[0], int(rest[1]), float(rest[2])), [])
+        return _say(lambda: follow.follow(rest[0], int(rest[1]), float(rest[2])), [])
     if name == "run" and len(rest) == 1:
+        from . import cache
         from .journal import Transaction
         from .transaction import Change
 
+        with open(sys.argv[0], "rb") as file:
+            cache.remember(file.read())
         result = Change(Transaction(rest[0]), secrets.load(rest[0])).run()
         print(f"{result['end_state']}: {result['error'] or 'done'}")
         return 0

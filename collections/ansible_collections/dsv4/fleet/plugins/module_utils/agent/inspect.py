@@ -25,7 +25,7 @@ from . import (
     states,
     systemd,
 )
-from .errors import AgentError
+from .follow import running_transaction
 from .ledger import Ledger
 
 HEALTH_S = 10.0
@@ -43,9 +43,7 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
         slow: dict[str, Future[Any]] = {}
         if not fast:
             # What waits for a disk, an interpreter or a network waits at the same time.
-            slow["tree"] = pool.submit(
-                look_at_tree, worker, request.get("tree_files") or [], request.get("known_trees") or []
-            )
+            slow["tree"] = pool.submit(look_at_tree, worker, request.get("tree_files") or [], request.get("known_trees") or [])
             slow["python"] = pool.submit(python_env.look, worker["python"])
             slow["health"] = pool.submit(look_at_health, worker, known)
             slow["routers"] = pool.submit(look_at_routers, worker, known, pool)
@@ -208,12 +206,7 @@ def visible_arguments(arguments: list[str]) -> list[str]:
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         before = shown[-1] if shown else ""
-        if (
-            before.startswith("--")
-            and "=" not in before
-            and states.secret_name(before)
-            and not argument.startswith("--")
-        ):
+        if before.startswith("--") and "=" not in before and states.secret_name(before) and not argument.startswith("--"):
             shown.append("(secret)")
         elif equals and name.startswith("--") and states.secret_name(name):
             shown.append(f"{name}=(secret)")
@@ -254,20 +247,6 @@ def look_at_transaction(unit: str, ledger: Ledger, manager: systemd.Systemd) -> 
         "step": one.step(),
         "result": result,
     }
-
-
-def running_transaction(manager: systemd.Systemd) -> str | None:
-    """The id of the transaction whose agent runs, or recovers, now."""
-    shown = manager.show(paths.AGENT_UNIT)
-    if shown.active not in ("active", "activating", "deactivating", "reloading"):
-        return None
-    identity = shown.description.rpartition(" ")[2]
-    if not shown.description.startswith("dsv4-fleet transaction "):
-        raise AgentError(
-            f"{paths.AGENT_UNIT}: found a unit described {shown.description!r}, expected ours. Something "
-            "else uses that name: stop it."
-        )
-    return identity
 
 
 def boot_id() -> str:

@@ -9,7 +9,7 @@ import os
 import zipfile
 from typing import Any
 
-from . import files
+from . import files, paths
 
 # Runs on whatever Python 3 is there, before anything is known to be whole: plain syntax, no imports of ours.
 LOADER = r"""
@@ -30,16 +30,29 @@ for name, part, wanted in (("program", program, sys.argv[2]), ("request", reques
     if found != wanted:
         text = "agent: found sha256 %s of the %s, expected %s. It was damaged on its way: run again."
         refuse(text % (found, name, wanted))
-handle = os.memfd_create("dsv4-agent")
-with open(handle, "wb", closefd=False) as file:
-    file.write(program)
+path = "CACHE/%s.%s.pyz" % (sys.argv[2], sys.implementation.cache_tag)
+if not os.path.exists(path):
+    handle = os.memfd_create("dsv4-agent")
+    with open(handle, "wb", closefd=False) as file:
+        file.write(program)
+    path = "/proc/self/fd/%d" % handle
 sys.dont_write_bytecode = True
-sys.path.insert(0, "/proc/self/fd/%d" % handle)
+sys.path.insert(0, path)
 from agent.__main__ import answer
 sys.exit(answer(request, program))
-"""
+""".replace("CACHE", paths.CACHE)
 
-_MAIN = b"import sys\n\nfrom agent.__main__ import main\n\nsys.exit(main(sys.argv[1:]))\n"
+# The stored program likewise takes its compiled form where that is kept (cache.py).
+_MAIN = r"""
+import hashlib, os, sys
+with open(sys.argv[0], "rb") as file:
+    digest = hashlib.sha256(file.read()).hexdigest()
+path = "CACHE/%s.%s.pyz" % (digest, sys.implementation.cache_tag)
+if os.path.exists(path):
+    sys.path.insert(0, path)
+from agent.__main__ import main
+sys.exit(main(sys.argv[1:]))
+""".replace("CACHE", paths.CACHE).encode()
 _TIME = (1980, 1, 1, 0, 0, 0)
 
 

@@ -1,17 +1,15 @@
-"""Starting a transaction as a unit of its own, and following it."""
+"""Starting a transaction as a unit of its own."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import Any
 
 from . import check, files, inspect, journal, paths, recover, secrets, states, systemd, transaction
 from .errors import AgentError
+from .follow import running_transaction
 from .ledger import Ledger
-
-POLL_S = 0.1
 
 
 def start(request: dict[str, Any], program: bytes, manager: systemd.Systemd | None = None) -> dict[str, Any]:
@@ -23,7 +21,7 @@ def start(request: dict[str, Any], program: bytes, manager: systemd.Systemd | No
     check.generation(request["generation"])
     mine = journal.Transaction(request["id"])
     with files.locked(paths.LOCK):
-        running = inspect.running_transaction(manager)
+        running = running_transaction(manager)
         if running is not None:
             return _attach(running, worker, target)
         if mine.exists() and (mine.result() is not None or mine.lines()):
@@ -94,14 +92,9 @@ def _may_start(request: dict[str, Any], worker: dict[str, Any], target: dict[str
             "has looked since, expected a person's word. Look at the worker, then run again with "
             "acknowledge."
         )
-    if (
-        target["state"] != states.BASELINE
-        and "script" not in target
-        and target["state"] not in states.Store(worker).names()
-    ):
+    if target["state"] != states.BASELINE and "script" not in target and target["state"] not in states.Store(worker).names():
         raise AgentError(
-            f"state {target['state']}: found no such state kept on this worker, expected one of those that"
-            " inspect lists."
+            f"state {target['state']}: found no such state kept on this worker, expected one of those that inspect lists."
         )
 
 
@@ -131,37 +124,3 @@ def _launch(one: journal.Transaction, limits: dict[str, Any], manager: systemd.S
         [python, "-I", one.program, "run", one.id],
         properties,
     )
-
-
-def follow(identity: str, line: int, seconds: float, manager: systemd.Systemd | None = None) -> dict[str, Any]:
-    """Journal lines from `line` on, as soon as there are any and at most `seconds` later; and the result."""
-    manager = manager or systemd.Systemd()
-    one = journal.Transaction(identity)
-    one.request()
-    deadline = time.monotonic() + seconds
-    size = -1
-    while True:
-        result = one.result()  # before the lines: with a result, the lines are complete
-        now = one.size()
-        if result is not None or now != size:
-            size = now
-            lines = one.lines()[line:]
-            if lines or result is not None:
-                return {
-                    "lines": lines,
-                    "next": line + len(lines),
-                    "running": result is None,
-                    "result": result,
-                }
-        if time.monotonic() >= deadline:
-            running = inspect.running_transaction(manager) == one.id
-            if not running:
-                result = one.result()
-            lines = one.lines()[line:]
-            return {
-                "lines": lines,
-                "next": line + len(lines),
-                "running": running and result is None,
-                "result": result,
-            }
-        time.sleep(POLL_S)

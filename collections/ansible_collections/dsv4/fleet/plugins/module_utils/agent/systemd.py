@@ -163,7 +163,8 @@ class Systemd:
         return self._call(["is-system-running"], allow=(0, 1)).strip() == "stopping"
 
     def run(self, unit: str, description: str, command: list[str], properties: list[str]) -> None:
-        """Start a transient unit; returns when its program was executed."""
+        """Start a transient unit; returns when its program was executed. One of that name that failed is forgotten."""
+        self._call(["reset-failed", "--", unit], allow=(0, 1))  # 1: there is none
         call = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--description={description}"]
         _execute([*call, *(f"--property={one}" for one in properties), "--", *command], CALL_S, (0,))
 
