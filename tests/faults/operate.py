@@ -56,20 +56,25 @@ def hand_made(fleet: Fleet, hosts: Sequence[str] = WORKERS) -> None:
             "/etc/dsv4-standin.json": handmade.File(json.dumps(QUICK_STANDIN)),
         }
         unit = unit_of(host)
-        # A stop may take its whole time: systemd can miss that all processes went (cgroup v1).
-        drop_in = f"/run/systemd/system/{unit}.d"
-        script = (
-            f"mkdir -p {drop_in}; echo '[Service]\nTimeoutStopSec=2' > {drop_in}/stop.conf; systemctl daemon-reload; "
-            f"systemctl disable --now {unit}; systemctl reset-failed; "
-            f"rm -rf /var/lib/dsv4/units /var/lib/dsv4/tx /run/dsv4-standin-faults.json /run/dsv4 {drop_in}; tar -x -C /"
-        )
-        fleet.run(host, ["sh", "-c", script], stdin=handmade.archive(files))
+        disable(fleet, host, unit)
+        script = "rm -rf /var/lib/dsv4/units /var/lib/dsv4/tx /run/dsv4-standin-faults.json /run/dsv4; tar -x -C /"
+        fleet.run(host, ["sh", "-ec", script], stdin=handmade.archive(files))
         fleet.run(host, ["sh", "-ec", f"systemctl daemon-reload; systemctl enable --now {unit}"])
     for host in hosts:
         port = WORKER_PORTS[role_of(host)]
         wait_until(partial(_healthy, fleet, host, port), f"{host} healthy")
     fleet.run("router1", ["systemctl", "restart", handmade.ROUTER_UNIT])
     fleet.wait_ready(["router1", *WORKERS])
+
+
+def disable(fleet: Fleet, host: str, unit: str) -> None:
+    """Stop and disable a unit, within seconds: systemd can miss that all processes went (cgroup v1), and waits."""
+    drop_in = f"/run/systemd/system/{unit}.d"
+    script = (
+        f"mkdir -p {drop_in}; echo '[Service]\nTimeoutStopSec=2' > {drop_in}/stop.conf; systemctl daemon-reload; "
+        f"systemctl disable --now {unit}; systemctl reset-failed; rm -r {drop_in}; systemctl daemon-reload"
+    )
+    fleet.run(host, ["sh", "-c", script])
 
 
 def _healthy(fleet: Fleet, host: str, port: int) -> bool:
