@@ -28,7 +28,7 @@ FLEETS = ("test", "molecule")
 REPORTS = CACHE / "reports"
 #: pytest's exit statuses for "all passed" and "some failed"; any other (no test found, a wrong call) is a failure.
 PYTEST_COUNTED = (0, 1)
-STEP_S = 2400
+STEP_S = 3600
 MODULE_UTILS = "collections/ansible_collections/dsv4/fleet/plugins/module_utils"
 
 
