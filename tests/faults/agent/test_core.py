@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hand import Hand
 
+from tests.faults.agent.hand import Hand
 from tests.local.fleet import Fleet
 from tests.local.podman import podman
 

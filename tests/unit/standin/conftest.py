@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from standin_process import PYTHON, StandIn
 
 from tests.local import downloads
+from tests.unit.standin.standin_process import PYTHON, StandIn
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from standin_process import CLIENT, StandIn, Stream, chunks, free_port, sse, until
-from test_standin_pd import body
+
+from tests.unit.standin.standin_process import CLIENT, StandIn, Stream, chunks, free_port, sse, until
+from tests.unit.standin.test_standin_pd import body
 
 Start = Callable[..., StandIn]
 TALK = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 30}

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from standin_process import CLIENT, StandIn, Stream, chunks, sse, until
+
+from tests.unit.standin.standin_process import CLIENT, StandIn, Stream, chunks, sse, until
 
 Start = Callable[..., StandIn]
 TOOLS = [

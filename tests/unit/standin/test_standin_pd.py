@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from standin_process import StandIn, Stream, chunks, free_port, until
+
+from tests.unit.standin.standin_process import StandIn, Stream, chunks, free_port, until
 
 Start = Callable[..., StandIn]
 BOOTSTRAP = free_port()

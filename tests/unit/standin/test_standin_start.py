@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from standin_process import StandIn, free_port, overlay_tree, until
 
 from patches.hooks import HOOKS
+from tests.unit.standin.standin_process import StandIn, free_port, overlay_tree, until
 
 Start = Callable[..., StandIn]
 ENVIRON = "sglang/srt/environ.py"

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from standin_process import StandIn, Stream, chunks, until
+from tests.unit.standin.standin_process import StandIn, Stream, chunks, until
 
 Start = Callable[..., StandIn]
 

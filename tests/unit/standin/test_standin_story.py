@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from standin_process import CLIENT, StandIn, overlay_tree, until
-from test_standin_http import TOOLS
 
 from tests.local import overlays
+from tests.unit.standin.standin_process import CLIENT, StandIn, overlay_tree, until
+from tests.unit.standin.test_standin_http import TOOLS
 
 Start = Callable[..., StandIn]
 BF16 = {"SGLANG_DSV4_BF16_INDEX_K": "1"}
