@@ -7,7 +7,7 @@ PY := .venv/bin/python
 export LC_ALL := C.UTF-8
 unexport PYTHONPATH
 
-.PHONY: help demo test lint up down status clean setup lock
+.PHONY: help demo test lint up down status clean setup lock docs
 
 help:
 	@echo 'make demo    install what is needed, bring a local fleet up, run playbooks/enable-gediff.yml on it under load'
@@ -15,6 +15,7 @@ help:
 	@echo 'make lint    the linters alone'
 	@echo 'make up      bring the local fleet up         make down   remove it         make status   look at it'
 	@echo 'make setup   install what is needed           make lock   pin Python packages anew'
+	@echo 'make docs    write the reference pages from the specs of the roles'
 	@echo 'make clean   remove all of the above made: containers, networks, images, .venv, .cache'
 
 setup:
@@ -43,3 +44,6 @@ clean:
 
 lock:
 	@$(PYTHON) -m tests.local.lock
+
+docs: setup
+	@$(PY) docs/generate.py

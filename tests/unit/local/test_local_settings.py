@@ -37,9 +37,7 @@ def test_demo_tests_and_molecule_can_be_up_at_once() -> None:
     assert not any(a.overlaps(b) for a in ranges for b in ranges if a is not b)
 
 
-@pytest.mark.parametrize(
-    "host", ["decode", "decode0", "decode01", "node1", "decode1;id", "decode1\n", "Decode1", "-decode1"]
-)
+@pytest.mark.parametrize("host", ["decode", "decode0", "decode01", "node1", "decode1;id", "decode1\n", "Decode1", "-decode1"])
 def test_host_names_that_are_refused(host: str) -> None:
     with pytest.raises(LocalError, match="host name"):
         role_of(host)
@@ -73,9 +71,7 @@ def test_a_range_that_is_full_is_an_error() -> None:
 def test_the_hand_made_script_gives_the_engine_what_it_says() -> None:
     """Compared by what bash makes of it, not by its text."""
     script = handmade.files("prefill1", HOSTS[1:])[handmade.script_of("prefill1")].text
-    shown = script.replace("exec python3", 'exec sh -c \'env; printf "%s\\n" "$@"\'').replace(
-        "cd /root/sglang-dsv4", "cd /"
-    )
+    shown = script.replace("exec python3", 'exec sh -c \'env; printf "%s\\n" "$@"\'').replace("cd /root/sglang-dsv4", "cd /")
     out = subprocess.run(["bash", "-euc", shown], capture_output=True, text=True, check=True).stdout.splitlines()
     assert set(out) >= {
         "SGLANG_DSV4_BF16_INDEX_K=1",
