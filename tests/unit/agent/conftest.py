@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "collections/ansible_collections/dsv4/fleet/plugins/module_utils"))
 
 from agent import paths, release
-from made_up import MadeUpHost
+
+from tests.unit.agent.made_up import MadeUpHost
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from agent import files, paths
 from agent.errors import AgentError
-from made_up import MadeUpHost
+
+from tests.unit.agent.made_up import MadeUpHost
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from agent import paths, recover
 from agent.errors import AgentError
 from agent.journal import Transaction
 from agent.transaction import Change
-from made_up import UNIT, Killed, MadeUpHost
+
+from tests.unit.agent.made_up import UNIT, Killed, MadeUpHost
 
 POINTS = ["drain", "drained", "stop", "start", "gate", "admit"]
 

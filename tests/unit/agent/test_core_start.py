@@ -11,7 +11,8 @@ from agent import follow, inspect, paths, start, systemd
 from agent.errors import AgentError
 from agent.journal import Journal, Transaction
 from agent.ledger import Ledger
-from made_up import UNIT, MadeUpHost
+
+from tests.unit.agent.made_up import UNIT, MadeUpHost
 
 
 def call(host: MadeUpHost, request: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from agent import check, inspect, python_env, states, systemd
 from agent.errors import AgentError
-from made_up import MadeUpHost
+
+from tests.unit.agent.made_up import MadeUpHost
 
 
 def test_a_state_is_the_script_without_its_own_line() -> None:

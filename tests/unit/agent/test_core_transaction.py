@@ -13,7 +13,8 @@ import pytest
 from agent import paths, python_env, states, transaction
 from agent.errors import AgentError
 from agent.journal import Transaction
-from made_up import UNIT, MadeUpHost
+
+from tests.unit.agent.made_up import UNIT, MadeUpHost
 
 
 def test_first_change_is_applied_in_the_order_of_the_life_cycle(host: MadeUpHost) -> None:
