@@ -203,7 +203,8 @@ def test_a_server_that_ignores_sigterm_is_killed_and_that_is_said(hand: Hand, pr
 
 def test_an_orphan_that_keeps_the_port_ends_drained_and_nothing_is_started(hand: Hand, proved: dict[str, Any]) -> None:
     hand.fleet.fault(HOST, {"orphan": {"escape_cgroup": True, "seconds": 600}})
-    hand.sh(f"systemctl restart {hand.unit}")  # by hand: our own gate would see the second listener
+    # By hand: our own gate would see the second listener.
+    hand.sh(f"systemctl restart {hand.unit}; for i in $(seq 200); do pgrep -f '[o]rphan.py' && exit 0; sleep 0.2; done; exit 1")
     hand.fleet.fault(HOST, {})
     result = hand.change(proved, restart=True, limits={"gone_s": 3})
     assert (result["end_state"], result["failed_step"]) == ("drained", "stop"), result
