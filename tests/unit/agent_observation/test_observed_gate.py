@@ -105,6 +105,12 @@ def test_a_right_unit_is_proved(unit: FakeUnit) -> None:
     assert any("/health is 200" in text for text in said)
 
 
+def test_a_flag_that_has_no_instrument_needs_no_note(unit: FakeUnit) -> None:
+    unit.start()
+    found = prove(unit, expect=unit.expect(instruments=[]))
+    assert not any("no instrument" in note for note in found["notes"])
+
+
 def test_an_armed_flag_is_shown_and_needs_no_note(unit: FakeUnit) -> None:
     unit.set(passport=unit.passport(armed=[FLAG]))
     unit.start()

@@ -100,6 +100,7 @@ def finish(rendered: str, variables: t.Mapping[str, t.Any], inputs: Inputs) -> d
         "state": state,
         "release": identity["DSV4_FLEET_RELEASE"],
         "flags": {row.env: inputs.resolved.on(row.short) for row in inputs.table},
+        "instruments": [row.env for row in inputs.table if row.instrument],
         "environment": environment,
         "arguments": variables["command"],
     }
