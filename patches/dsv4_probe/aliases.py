@@ -138,6 +138,6 @@ def _races(clocks: Clocks, one: _Watched, alloc: Alloc) -> list[Alias]:
                 high - low,
                 one.made,
                 alloc.frames,
-            )  # fmt: skip
+            )
         )
     return races

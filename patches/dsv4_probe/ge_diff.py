@@ -427,8 +427,11 @@ class GeDiff:
     def _share(self, layer: int) -> int:
         """Bytes that this layer's logits may take, so that the layers to come have as much."""
         left = max(1, self.layers_expected - sum(1 for key in self.buffers if key[0] == "logits"))
-        inputs = sum(b.numel() for key, b in self.buffers.items() if len(key) > 1 and key[1] == layer)
-        return max(0, self.settings.max_bytes - self.bytes - inputs * (left - 1)) // left
+        mine = {key: b.numel() for key, b in self.buffers.items() if len(key) > 1 and key[1] == layer}
+        # This layer's readers that are still to come copy what was made once more, or twice.
+        later = 2 * sum(size for key, size in mine.items() if key[0] == "made")
+        others = (sum(mine.values()) + later) * (left - 1)
+        return max(0, self.settings.max_bytes - self.bytes - later - others) // left
 
     # Comparing
 

@@ -7,7 +7,9 @@ code goes on as if the line were not there.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from . import settings
@@ -28,6 +30,9 @@ class Probe:
         self.report = report.Report(report.directory(), identity)
         self.report.status["flags"] = flags
         self.instruments: dict[str, Any] = {}
+        self.replays = 0
+        self.captured: dict[str, list[str]] = {}
+        self.hooks: set[str] = set()
         reason = _unfit()
         for name, on in (
             ("canary", wanted.canary),
@@ -50,9 +55,6 @@ class Probe:
             from .alias_audit import AliasAudit
 
             self.instruments["alias_audit"] = AliasAudit(self.report)
-        self.replays = 0
-        self.captured: dict[str, list[str]] = {}
-        self.hooks: set[str] = set()
         atexit.register(self.flush)
 
     def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> None:
@@ -120,6 +122,24 @@ def probe() -> Any:
     return _probe
 
 
+def _harmless(hook: Callable[..., None]) -> Callable[..., None]:
+    """Whatever goes wrong in a hook itself switches all instruments off, and upstream's code goes on."""
+
+    @functools.wraps(hook)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        global _probe
+        if _settled and _probe is None:
+            return
+        try:
+            hook(*args, **kwargs)
+        except Exception as error:
+            _probe = None
+            print(f"dsv4_probe: no instrument is armed any more: {hook.__name__}: {error!r}", flush=True)
+
+    return guarded
+
+
+@_harmless
 def prepare_made(layer: Any, backend: Any, **tensors: Any) -> None:
     """In MQALayer's overlapped prepare: x and qkv_a, then q_lora, were made on the current stream."""
     if (on := probe()) is not None:
@@ -129,6 +149,7 @@ def prepare_made(layer: Any, backend: Any, **tensors: Any) -> None:
         on.call("alias_audit", "made", layer.layer_id, **tensors)
 
 
+@_harmless
 def prepare_read(layer: Any, reader: str, **tensors: Any) -> None:
     """In MQALayer's overlapped prepare: `reader` was launched on the current stream."""
     if (on := probe()) is not None:
@@ -137,6 +158,7 @@ def prepare_read(layer: Any, reader: str, **tensors: Any) -> None:
         on.call("alias_audit", "read", layer.layer_id, reader, **tensors)
 
 
+@_harmless
 def indexer_compressed(backend: Any, indexer: Any, x: Any) -> None:
     """In the indexer's prepare: its compressor has read x."""
     if (on := probe()) is not None:
@@ -145,6 +167,7 @@ def indexer_compressed(backend: Any, indexer: Any, x: Any) -> None:
         on.call("alias_audit", "read", indexer.layer_id, "indexer_compressor", x=x)
 
 
+@_harmless
 def indexer_q_made(
     backend: Any, indexer: Any, x: Any, q_lora: Any, positions: Any, q: Any, weights: Any
 ) -> None:
@@ -158,6 +181,7 @@ def indexer_q_made(
         on.call("alias_audit", "made", indexer.layer_id, q=q, weights=weights)
 
 
+@_harmless
 def logits_read(backend: Any, indexer: Any, function: Any, logits: Any, *arguments: Any) -> None:
     """After `logits = fn(…)`, on its stream."""
     if (on := probe()) is not None:
@@ -166,6 +190,7 @@ def logits_read(backend: Any, indexer: Any, function: Any, logits: Any, *argumen
         on.call("alias_audit", "read", indexer.layer_id, "logits", q=arguments[0], weights=arguments[2])
 
 
+@_harmless
 def capture_begins(runner: Any, key: Any) -> None:
     """A graph of this key is about to be warmed up and captured."""
     if (on := probe()) is not None:
@@ -174,6 +199,7 @@ def capture_begins(runner: Any, key: Any) -> None:
             on.call(name, "capture_begins", runner, key)
 
 
+@_harmless
 def capture_ends(runner: Any, key: Any) -> None:
     """It is captured."""
     if (on := probe()) is not None:
@@ -184,6 +210,7 @@ def capture_ends(runner: Any, key: Any) -> None:
         on.status(force=True)
 
 
+@_harmless
 def replay_begins(runner: Any, key: Any, batch: Any) -> None:
     """The graph of this key is about to be replayed, on the current stream."""
     if (on := probe()) is not None:
@@ -191,6 +218,7 @@ def replay_begins(runner: Any, key: Any, batch: Any) -> None:
         on.call("canary", "begins", runner, key, batch)
 
 
+@_harmless
 def replay_ends(runner: Any, key: Any, batch: Any) -> None:
     """It has been enqueued."""
     if (on := probe()) is not None:
