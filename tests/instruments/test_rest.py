@@ -249,7 +249,7 @@ def test_a_wrong_setting_arms_nothing_and_says_so() -> None:
 
 
 def test_a_hook_that_fails_itself_ends_nothing_but_the_instruments() -> None:
-    result = run(CALLS.replace("class L: layer_id = 1", "class L: pass\nhooks._unfit = lambda: None\n") + "print('up')",
-                 SGLANG_DSV4_ALIAS_AUDIT="1")  # fmt: skip
+    broken = CALLS.replace("class L: layer_id = 1", "class L: pass\nhooks._unfit = lambda: None\n")
+    result = run(broken + "print('up')", SGLANG_DSV4_ALIAS_AUDIT="1")
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == "up", result.stderr
     assert result.stdout.count("no instrument is armed any more") == 1
