@@ -25,6 +25,7 @@ MAX_BYTES = 512 << 20
 
 MOST_TOKENS_PER_ROW = 16
 ENTRIES = 1024
+RAW = 1 << 16
 PAGES_IN_EVENT = 64
 
 
@@ -45,7 +46,11 @@ class Rows:
 
 @dataclass
 class State:
-    """Kept digests of the layers from `first_layer` on; see kernels.canary."""
+    """Kept digests of the layers from `first_layer` on; see kernels.canary.
+
+    counters, never set back: page changes, outside, external, entries noted, and three of the kernels' own.
+    entries: what was noted last. raw: changes before they are judged.
+    """
 
     first_layer: int
     rows: int
@@ -54,6 +59,7 @@ class State:
     pages_seen: torch.Tensor
     counters: torch.Tensor
     entries: torch.Tensor
+    raw: torch.Tensor
 
 
 def rows_of(runner: Any, batch: Any) -> Rows | None:
@@ -152,7 +158,11 @@ class Canary:
     def status(self) -> dict[str, Any]:
         """For the status file."""
         state = self.state
-        size = 0 if state is None else state.digests.nbytes + state.pages_seen.nbytes + state.entries.nbytes
+        size = (
+            0
+            if state is None
+            else sum(t.nbytes for t in (state.digests, state.pages_seen, state.entries, state.raw))
+        )
         return {
             "layout": self.layout.name if self.layout else None,
             "layers": len(self.layers),
@@ -162,7 +172,7 @@ class Canary:
             "outside": self.totals[1],
             "external": self.totals[2],
             "bytes": size,
-            "launches_a_replay": 2,
+            "launches_a_replay": 3,
             "skipped": dict(self.skipped),
         }
 
@@ -201,8 +211,9 @@ class Canary:
                 width=width,
                 digests=torch.zeros((*shape, layout.PAGE_TOKENS), dtype=torch.int32, device=device),
                 pages_seen=torch.full(shape, -1, dtype=torch.int32, device=device),
-                counters=torch.zeros(4, dtype=torch.int32, device=device),
+                counters=torch.zeros(8, dtype=torch.int32, device=device),
                 entries=torch.zeros((ENTRIES, 9), dtype=torch.int32, device=device),
+                raw=torch.zeros((RAW, 7), dtype=torch.int32, device=device),
             )
             self._last = [0, 0, 0, 0]
             if self.per_turn < len(self.layers):
@@ -232,9 +243,9 @@ class Canary:
         state: State,
     ) -> None:
         changed, outside, external, noted = (
-            (now - then) & 0xFFFFFFFF for now, then in zip(counters, self._last, strict=True)
+            (now - then) & 0xFFFFFFFF for now, then in zip(counters[:4], self._last, strict=True)
         )
-        first_entry, self._last = self._last[3], counters
+        first_entry, self._last = self._last[3], counters[:4]
         for index, count in enumerate((changed, outside, external)):
             self.totals[index] += count
         if not outside and not external:

@@ -72,12 +72,14 @@ class Probe:
             self.report.disarm(name, f"{type(error).__name__}: {error}")
 
     def status(self, force: bool = False) -> None:
-        """Renew the status file."""
+        """Renew the status file, if it is time."""
+        if not force and not self.report.status_is_due():
+            return
         rank = _rank()
         if rank is not None:
             self.report.identity["rank"] = rank
         self.report.write_status(
-            force,
+            True,
             armed=sorted(self.instruments),
             replays=self.replays,
             hooks_captured=self.captured,

@@ -149,87 +149,121 @@ def _digest_rows(
     tl.store(out + row * SPLITS + split, tl.sum(total, axis=0).to(tl.int32, bitcast=True))
 
 
-@triton.jit
-def _bits(flags, TOKENS: tl.constexpr):
-    """[64] booleans as two 32-bit masks."""
-    token = tl.arange(0, TOKENS)
-    bit = (flags.to(tl.uint32)) << (token % 32).to(tl.uint32)
-    low = tl.sum(tl.where(token < 32, bit, 0), axis=0)
-    high = tl.sum(tl.where(token < 32, 0, bit), axis=0)
-    return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _note(counters, entries, kind, layer, row, index, page, changed, wrong, CAPACITY, TOKENS: tl.constexpr):
-    at = tl.atomic_add(counters + 3, 1) % CAPACITY
-    entry = entries + at * 9
-    changed_low, changed_high = _bits(changed, TOKENS)
-    wrong_low, wrong_high = _bits(wrong, TOKENS)
-    tl.store(entry, kind)
-    tl.store(entry + 1, layer)
-    tl.store(entry + 2, row)
-    tl.store(entry + 3, index)
-    tl.store(entry + 4, page)
-    tl.store(entry + 5, changed_low)
-    tl.store(entry + 6, changed_high)
-    tl.store(entry + 7, wrong_low)
-    tl.store(entry + 8, wrong_high)
-
-
-@triton.jit(do_not_specialize=["first_layer", "tokens", "rows", "width"])
+@triton.jit(do_not_specialize=["rows", "width", "kind"])
 def _canary(
-    bases, page_stride, req_to_token, table_stride, requests, per_row, first_layer,
-    digests, pages_seen, locations, positions, tokens, counters, entries, rows, width,
-    AFTER: tl.constexpr, WORDS: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr,
-    PER_SLOT: tl.constexpr, CAPACITY: tl.constexpr, LEGAL: tl.constexpr, MOST: tl.constexpr,
+    bases, req_to_token, table_stride, requests, positions, per_row,
+    digests, pages_seen, rows, width, kind, raw, counters,
+    WORDS: tl.constexpr, SCALE: tl.constexpr, TOKENS: tl.constexpr, PER_SLOT: tl.constexpr,
+    PAGE: tl.constexpr, MOST: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    index, row, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Digest GROUP pages, compare with what is kept, keep the new; whatever changed is put into `raw`.
+
+    Judging is another kernel's: this one reads all pages twice a replay and must be nothing but fast.
+    """
+    row, layer = tl.program_id(1), tl.program_id(2)
     # A row's length is where its last token stands: rows hold one token, or a chain of draft tokens.
     mine = tl.arange(0, MOST)
     last = tl.load(positions + row * per_row + mine, mask=mine < per_row, other=-1)
     length = tl.max(last.to(tl.int32), axis=0) + 1
+    index = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     first = index * TOKENS * PER_SLOT
-    if first < length:
+    valid = (first < length) & (index < width)
+    if tl.program_id(0) * GROUP * TOKENS * PER_SLOT < length:
         request = tl.load(requests + row).to(tl.int64)
-        location = tl.load(req_to_token + request * table_stride + first).to(tl.int64)
+        location = tl.load(req_to_token + request * table_stride + first, mask=valid, other=0)
         page = location // (TOKENS * PER_SLOT)
-        base = tl.load(bases + layer).to(tl.pointer_type(tl.int32))
+        base = tl.multiple_of(tl.load(bases + layer).to(tl.pointer_type(tl.int32)), 16)
         token = tl.arange(0, TOKENS)
-        digest = _page_words(base + page * page_stride, WORDS, SCALE, TOKENS, TOKENS, 0).to(
-            tl.int32, bitcast=True
-        )
+        start = base + page.to(tl.int64) * PAGE
+        digest = tl.zeros([GROUP, TOKENS], dtype=tl.uint32)
+        for chunk in tl.static_range(0, WORDS, CHUNK):
+            word = chunk + tl.arange(0, CHUNK)
+            values = tl.load(
+                start[:, None, None] + (token[:, None] * WORDS + word[None, :])[None, :, :],
+                mask=valid[:, None, None], other=0,
+            )  # fmt: skip
+            digest += tl.sum(_mix(values, word[None, None, :], 0), axis=2)
+        if SCALE:
+            scale = tl.load(start[:, None] + TOKENS * WORDS + token[None, :], mask=valid[:, None], other=0)
+            digest += _mix(scale, WORDS + token[None, :] * 0, 0)
+        digest = (digest ^ (digest >> 16)).to(tl.int32, bitcast=True)
         at = (layer.to(tl.int64) * rows + row) * width + index
-        kept = digests + at * TOKENS + token
-        seen = tl.load(pages_seen + at)
-        before = tl.load(kept)
-        same_page = seen == page.to(tl.int32)
-        changed = (digest != before) & same_page
-        if tl.max(changed.to(tl.int32), axis=0) > 0:
-            if AFTER:
-                # Legal is what this replay's rows may write: the slots of every fourth token, and loc 0.
-                legal = (token == 0) & (page == 0)
-                for start in range(0, tokens, LEGAL):
-                    which = start + tl.arange(0, LEGAL)
-                    inside = which < tokens
-                    loc = tl.load(locations + which, mask=inside, other=-1).to(tl.int64)
-                    position = tl.load(positions + which, mask=inside, other=0).to(tl.int64)
-                    slot = loc // PER_SLOT
-                    writes = inside & ((position + 1) % PER_SLOT == 0) & (slot // TOKENS == page)
-                    hit = (slot[None, :] % TOKENS == token[:, None]) & writes[None, :]
-                    legal = legal | (tl.max(hit.to(tl.int32), axis=1) > 0)
-                wrong = changed & (legal == 0)
-                tl.atomic_add(counters, 1)
-                if tl.max(wrong.to(tl.int32), axis=0) > 0:
-                    tl.atomic_add(counters + 1, 1)
-                    _note(counters, entries, 1, layer + first_layer, row, index, page.to(tl.int32),
-                          changed, wrong, CAPACITY, TOKENS)  # fmt: skip
-            else:
-                tl.atomic_add(counters + 2, 1)
-                _note(counters, entries, 0, layer + first_layer, row, index, page.to(tl.int32),
-                      changed, changed, CAPACITY, TOKENS)  # fmt: skip
-        tl.store(kept, digest)
-        if not AFTER:
-            tl.store(pages_seen + at, page.to(tl.int32))
+        kept = digests + at[:, None] * TOKENS + token[None, :]
+        before = tl.load(kept, mask=valid[:, None], other=0)
+        seen = tl.load(pages_seen + at, mask=valid, other=-1)
+        # Where nothing changed there is nothing to write: a step's digests are mostly those of the last.
+        differs = (digest != before) & valid[:, None]
+        tl.store(kept, digest, mask=differs)
+        tl.store(pages_seen + at, page, mask=valid & (seen != page))
+        changed = differs & (seen == page)[:, None]
+        found = tl.max(changed.to(tl.int32), axis=1)
+        count = tl.sum(found, axis=0)
+        if count > 0:
+            bit = changed.to(tl.uint32) << (token % 32).to(tl.uint32)[None, :]
+            low = tl.sum(tl.where(token[None, :] < 32, bit, 0), axis=1)
+            high = tl.sum(tl.where(token[None, :] < 32, 0, bit), axis=1)
+            place = tl.atomic_add(counters + 4, count) + tl.cumsum(found, axis=0) - 1
+            entry = raw + (place & (CAPACITY - 1)) * 7
+            here = found > 0
+            tl.store(entry, kind + index * 0, mask=here)
+            tl.store(entry + 1, layer + index * 0, mask=here)
+            tl.store(entry + 2, row + index * 0, mask=here)
+            tl.store(entry + 3, index, mask=here)
+            tl.store(entry + 4, page, mask=here)
+            tl.store(entry + 5, low.to(tl.int32, bitcast=True), mask=here)
+            tl.store(entry + 6, high.to(tl.int32, bitcast=True), mask=here)
+
+
+@triton.jit(do_not_specialize=["first_layer", "tokens"])
+def _judge(
+    raw, counters, entries, locations, positions, tokens, first_layer,
+    TOKENS: tl.constexpr, PER_SLOT: tl.constexpr, LEGAL: tl.constexpr, CAPACITY: tl.constexpr,
+    NOTES: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Which changes were legal: slots that this replay's tokens may write, and location 0."""
+    total, judged = tl.load(counters + 4), tl.load(counters + 5)
+    token = tl.arange(0, TOKENS)
+    # The counters go round after days: only differences and powers of two are used of them.
+    for number in range(tl.program_id(0), total - judged, PROGRAMS):
+        entry = raw + ((judged + number) & (CAPACITY - 1)) * 7
+        kind = tl.load(entry)
+        page = tl.load(entry + 4).to(tl.int64)
+        low = tl.load(entry + 5).to(tl.uint32, bitcast=True)
+        high = tl.load(entry + 6).to(tl.uint32, bitcast=True)
+        mask = tl.where(token < 32, low, high) >> (token % 32).to(tl.uint32)
+        changed = (mask & 1) > 0
+        wrong = changed
+        if kind == 1:
+            tl.atomic_add(counters, 1)
+            legal = (token == 0) & (page == 0)
+            for start in range(0, tokens, LEGAL):
+                which = start + tl.arange(0, LEGAL)
+                inside = which < tokens
+                location = tl.load(locations + which, mask=inside, other=-1).to(tl.int64)
+                position = tl.load(positions + which, mask=inside, other=0).to(tl.int64)
+                slot = location // PER_SLOT
+                writes = inside & ((position + 1) % PER_SLOT == 0) & (slot // TOKENS == page)
+                hit = (slot[None, :] % TOKENS == token[:, None]) & writes[None, :]
+                legal = legal | (tl.max(hit.to(tl.int32), axis=1) > 0)
+            wrong = changed & (legal == 0)
+        if tl.max(wrong.to(tl.int32), axis=0) > 0:
+            tl.atomic_add(counters + 2 - kind, 1)
+            bit = wrong.to(tl.uint32) << (token % 32).to(tl.uint32)
+            wrong_low = tl.sum(tl.where(token < 32, bit, 0), axis=0)
+            wrong_high = tl.sum(tl.where(token < 32, 0, bit), axis=0)
+            note = entries + (tl.atomic_add(counters + 3, 1) & (NOTES - 1)) * 9
+            tl.store(note, kind)
+            tl.store(note + 1, tl.load(entry + 1) + first_layer)
+            tl.store(note + 2, tl.load(entry + 2))
+            tl.store(note + 3, tl.load(entry + 3))
+            tl.store(note + 4, tl.load(entry + 4))
+            tl.store(note + 5, tl.load(entry + 5))
+            tl.store(note + 6, tl.load(entry + 6))
+            tl.store(note + 7, wrong_low.to(tl.int32, bitcast=True))
+            tl.store(note + 8, wrong_high.to(tl.int32, bitcast=True))
+    # The last of the programs says how far judging has come; each read that before it got here.
+    if tl.atomic_add(counters + 6, 1) & (PROGRAMS - 1) == PROGRAMS - 1:
+        tl.store(counters + 5, total)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,18 +326,31 @@ def digest_rows(
     )  # fmt: skip
 
 
+GROUP, WARPS = {"fp4": 4, "fp8": 2, "bf16": 2}, 4
+"""Pages that one program digests, and its warps: the fastest of those tried on an H200."""
+
+JUDGES = 32
+
+
 def canary(
     bases: torch.Tensor, page_words: int, layout: KLayout, rows: Any, state: Any, width: int, after: bool
 ) -> None:
     """Digest the pages of a replay's rows, on all layers of `bases`, and compare with what is kept.
 
-    bases: [layers] int64 addresses. rows: canary.Rows. state: canary.State.
+    bases: [layers] int64 addresses. rows: canary.Rows. state: canary.State. `after` also judges.
     """
-    _canary[(width, rows.requests.shape[0], bases.shape[0])](
-        bases, page_words, rows.req_to_token, rows.req_to_token.stride(0), rows.requests, rows.per_row,
-        state.first_layer, state.digests, state.pages_seen, rows.locations, rows.positions,
-        rows.locations.shape[0], state.counters, state.entries, state.rows, state.width,
-        AFTER=after, WORDS=layout.value_words, SCALE=layout.scale_words > 0, TOKENS=PAGE_TOKENS,
-        PER_SLOT=TOKENS_PER_SLOT, CAPACITY=state.entries.shape[0], LEGAL=32,
-        MOST=triton.next_power_of_2(rows.per_row), num_warps=4,
+    group = GROUP[layout.name]
+    _canary[(triton.cdiv(width, group), rows.requests.shape[0], bases.shape[0])](
+        bases, rows.req_to_token, rows.req_to_token.stride(0), rows.requests, rows.positions,
+        rows.per_row, state.digests, state.pages_seen, state.rows, state.width, int(after), state.raw,
+        state.counters, WORDS=layout.value_words, SCALE=layout.scale_words > 0, TOKENS=PAGE_TOKENS,
+        PER_SLOT=TOKENS_PER_SLOT, PAGE=page_words, MOST=triton.next_power_of_2(rows.per_row), GROUP=group,
+        CHUNK=min(32, layout.value_words), CAPACITY=state.raw.shape[0], num_warps=WARPS,
     )  # fmt: skip
+    if after:
+        _judge[(JUDGES,)](
+            state.raw, state.counters, state.entries, rows.locations, rows.positions,
+            rows.locations.shape[0], state.first_layer, TOKENS=PAGE_TOKENS, PER_SLOT=TOKENS_PER_SLOT,
+            LEGAL=32, CAPACITY=state.raw.shape[0], NOTES=state.entries.shape[0], PROGRAMS=JUDGES,
+            num_warps=4,
+        )  # fmt: skip

@@ -78,6 +78,10 @@ class Report:
             self.event(instrument, "disarmed", reason=reason)
             self.write_status(force=True)
 
+    def status_is_due(self) -> bool:
+        """Whether the status file is older than STATUS_SECONDS."""
+        return bool(self.clock.monotonic() - self._written_at >= STATUS_SECONDS)
+
     def write_status(self, force: bool = False, **fields: Any) -> None:
         """Renew the status file, at most every STATUS_SECONDS unless forced."""
         self.status.update(fields)

@@ -180,12 +180,13 @@ class Bars:
     def rates(self) -> None:
         """Faults that fire in 15 % and in 50 % of replays: the stash may not change that by 3 points."""
         replays = int(10_000 * self.scale)
-        spread = 60_000
+        # Delays spread over about 600 us, the length of the step in which the race was first measured.
+        spread = 240_000
         generator = torch.Generator().manual_seed(1)
         delays = torch.randint(0, spread, (replays,), generator=generator, dtype=torch.int32).cuda()
 
         def run(writer: int, flags: tuple[str, ...]) -> tuple[float, float]:
-            with self.armed(*flags):
+            with self.armed(*flags, SGLANG_DSV4_GE_DIFF_EVERY="1000"):
                 s = self.make(
                     buckets=(32,), layers=1, faults=self.server.Faults(victim="qkv_a"),
                     plant_drop=self.version in ("0.5.19", "0.5.23"),
@@ -212,11 +213,24 @@ class Bars:
             bare, bare_us = run(writer, ())
             stash, stash_us = run(writer, (GE_DIFF,))
             points = abs(stash - bare) * 100
+            seconds = self.seconds(spread)
             self.row(
                 "1", f"a race tuned to {wanted:.0%}: rate without and with the stash",
-                f"{bare:.2%} {stash:.2%} ({points:.2f} points; {bare_us:.0f}, {stash_us:.0f} us a step)",
+                f"{bare:.2%} {stash:.2%} ({points:.2f} points; delays over {seconds:.0f} us)",
                 points < 3 and abs(bare - wanted) < 0.05,
             )  # fmt: skip
+
+    def seconds(self, count: int) -> float:
+        """Microseconds that a spin of `count` takes."""
+        spin = self.server.Spinner()
+        spin.count.fill_(count)
+        spin()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        spin()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end) * 1000)
 
     # Bar 2
 
@@ -234,6 +248,7 @@ class Bars:
         }
         for name, flags in sets.items():
             replays, found, seen = 0, 0, 0
+            began = time.perf_counter()
             for per_row in (1, 5):
                 with self.armed(*flags) as events:
                     s = self.make(per_row=per_row, buckets=(16, 4))
@@ -362,12 +377,16 @@ def main() -> None:
     random.seed(1)
     torch.manual_seed(1)
     bars = Bars(version, trees, scale)
-    every = {"GE_DIFF": (GE_DIFF,), "canary": (CANARY,), "alias audit": (AUDIT,)}
-    together = {"all together": FLAGS}
+    sets: dict[str, tuple[str, ...]] = {
+        "GE_DIFF": (GE_DIFF,), "canary": (CANARY,), "alias audit": (AUDIT,), "all together": FLAGS,
+    }  # fmt: skip
+    if version in ("0.5.14", "0.5.18"):
+        # Upstream's own race is in these: the audit names it, rightly, so there is no run without a fault.
+        sets = {"GE_DIFF and canary": (GE_DIFF, CANARY)}
     parts: dict[str, Any] = {
         "off": bars.off, "nodes": bars.nodes_on, "audit": bars.audit, "faults": bars.faults,
         "others": bars.others, "story": bars.story, "rates": bars.rates,
-        "clean": lambda: bars.clean({**every, **together} if version == "0.5.18" else together),
+        "clean": lambda: bars.clean(sets),
     }  # fmt: skip
     for name, part in parts.items():
         if which and name not in which:

@@ -10,15 +10,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("SGLANG_FP8_PAGED_MQA_LOGITS_TORCH", "1")
 TREES = Path(sys.argv[1])
 sys.path.insert(0, str(TREES / "0.5.18" / "patched"))
 
-import torch
-from dsv4_probe import canary, kernels, layout, plain
+import torch  # noqa: E402  # the path comes first
+from dsv4_probe import canary, kernels, layout, plain  # noqa: E402
 
 
 def microseconds(work: Callable[[int], None], calls: int = 20, repeats: int = 30) -> float:
@@ -42,9 +41,22 @@ def microseconds(work: Callable[[int], None], calls: int = 20, repeats: int = 30
 
 def bandwidth() -> float:
     """Bytes read and written a microsecond, by a large copy on the device."""
-    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / microseconds(lambda i: target.copy_(source), calls=3, repeats=9)
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: target.copy_(source),
+        lambda: torch.neg(source, out=target),
+    )
+    times = []
+    for way in ways:
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            way()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000)
+    return 2 * source.nbytes / min(times)
 
 
 def stash(rate: float) -> list[dict[str, Any]]:
@@ -120,8 +132,9 @@ def canary_costs(rate: float) -> list[dict[str, Any]]:
         state = canary.State(
             0, rows, pages_a_row, torch.zeros((*shape, 64), dtype=torch.int32, device="cuda"),
             torch.full(shape, -1, dtype=torch.int32, device="cuda"),
-            torch.zeros(4, dtype=torch.int32, device="cuda"),
+            torch.zeros(8, dtype=torch.int32, device="cuda"),
             torch.zeros((canary.ENTRIES, 9), dtype=torch.int32, device="cuda"),
+            torch.zeros((canary.RAW, 7), dtype=torch.int32, device="cuda"),
         )  # fmt: skip
         bases = torch.tensor([item.data_ptr() for item in pool], dtype=torch.int64, device="cuda")
         words = one.page_bytes // 4

@@ -91,6 +91,8 @@ class Layer:
 
     def _compute_q_a(self, x: torch.Tensor, qkv_a: torch.Tensor) -> Any:
         q = qkv_a[..., :RANK] * 0.5
+        if self.server.capturing:
+            self.server.victims["q_lora"] = q
         return (q, q) if self.server.version == "0.5.23" else q
 
     def indexer(self, *, enable_multi_stream: bool, **arguments: Any) -> None:
@@ -115,7 +117,7 @@ class Layer:
         if server.capturing and victim:
             server.writer_delay()
         out = torch.empty((q_lora.shape[0], WIDTH), dtype=q_lora.dtype, device="cuda")
-        torch.mul(q_lora[:, :1], 3.0, out=out[:, :1])
+        torch.mul(q_lora[:, :1], 0.25, out=out[:, :1])
         out[:, 1:] = 7.0
         if server.capturing and victim in ("x", "q_lora", "q"):
             target = server.victims[victim]
@@ -464,7 +466,7 @@ class Server:
                 )
                 return not torch.equal(self.truth_q[:rows], q.view(torch.uint8))
             # The main stream's result is not touched by any of these faults.
-            x = x + q_lora[:, :1] * 3.0
+            x = x + q_lora[:, :1] * 0.25
         return False
 
     def nodes(self, size: int) -> int:
