@@ -199,27 +199,44 @@ HOOK_FILES: tuple[str, ...] = tuple(sorted({hook.file for hook in HOOKS}))
 
 
 class _Remove(cst.CSTTransformer):
-    """Drops every line that carries MARK, and counts them."""
+    """Drops every line that carries MARK."""
 
-    def __init__(self) -> None:
-        self.removed = 0
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
+        return False  # lines as wholes: what is in them is of no interest, and much
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
         comment = original_node.trailing_whitespace.comment
-        if comment is not None and comment.value.startswith(MARK):
-            self.removed += 1
-            return cst.RemoveFromParent()
-        return updated_node
+        ours = comment is not None and comment.value.startswith(MARK)
+        return cst.RemoveFromParent() if ours else updated_node
 
 
 class _Insert(cst.CSTTransformer):
-    """Puts the hooks' lines around their anchors, in the order of HOOKS."""
+    """Puts the hooks' lines around their anchors, in the order of HOOKS; looks only into `scopes`."""
 
-    def __init__(self) -> None:
+    def __init__(self, scopes: set[str]) -> None:
+        self.scopes = scopes
+        self.depth = 0
         self.before: dict[cst.CSTNode, list[cst.SimpleStatementLine]] = {}
         self.after: dict[cst.CSTNode, list[cst.SimpleStatementLine]] = {}
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
+        return node.name.value in self.scopes
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        wanted = self.depth > 0 or node.name.value in self.scopes
+        self.depth += wanted
+        return wanted
+
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        self.depth -= self.depth > 0 and (self.depth > 1 or original_node.name.value in self.scopes)
+        return updated_node
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
+        return False
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -265,9 +282,9 @@ def splice(
             f"{file} of SGLang {version} is not Python that this controller can parse: {error}. "
             "Give the file as it came with its SGLang version, or mend the overlay."
         ) from error
-    cleaner = _Remove()
-    clean = module.visit(cleaner)
-    insert = _Insert()
+    hooked = MARK.encode() in source
+    clean = module.visit(_Remove()) if hooked else module
+    insert = _Insert({name for hook in hooks for name in hook.scope})
     names = []
     for hook in hooks:
         if hook.file != file:
@@ -283,7 +300,7 @@ def splice(
         lines = insert.before if hook.before else insert.after
         lines.setdefault(found[0], []).append(_line(hook, found[0], clean))
         names.append(hook.name)
-    return clean.visit(insert).bytes, names, cleaner.removed > 0
+    return clean.visit(insert).bytes, names, hooked
 
 
 def _line(hook: Hook, anchor: cst.SimpleStatementLine, module: cst.Module) -> cst.SimpleStatementLine:

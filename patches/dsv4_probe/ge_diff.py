@@ -26,6 +26,9 @@ NAME = "ge_diff"
 DIGEST_SPLITS = 8
 TOP_K = 512
 
+COMPARE_BYTES = 16 << 20
+"""Logits compared at a time: what comparing needs of memory besides is a few times this."""
+
 COUNTS = ("k", "logits", "rows", "argmax", "top_k", "q_wrong", "tag")
 """Integers that one comparison sends besides the copies' differences; two floats follow: largest and mean."""
 
@@ -87,7 +90,7 @@ class LayerPlan:
 class BucketPlan:
     """What one captured graph stashes."""
 
-    key: Any
+    name: str
     tag: int
     tag_value: torch.Tensor | None = None
     layers: dict[int, LayerPlan] = field(default_factory=dict)
@@ -125,8 +128,8 @@ class GeDiff:
     def capture_begins(self, runner: Any, key: Any) -> None:
         """A graph is about to be warmed up and captured; forgets what an earlier one of this key stashed."""
         self.tags += 1
-        self.plan = BucketPlan(key, self.tags)
-        self.plans.pop(key, None)
+        self.plan = BucketPlan(bucket_name(runner, key), self.tags)
+        self.plans.pop((id(runner), key), None)
         pool = getattr(getattr(runner, "model_runner", None), "token_to_kv_pool", None)
         layers = getattr(getattr(pool, "c4_indexer_kv_pool", None), "index_k_with_scale_buffer", None)
         count = len(layers) if layers else 1
@@ -140,7 +143,7 @@ class GeDiff:
         if plan is None:
             return
         if any(state.capturing for state in plan.layers.values()):
-            self.plans[key] = plan
+            self.plans[id(runner), key] = plan
 
     def made(self, layer: int, metadata: Any, **tensors: Any) -> None:
         """Right after these tensors were made, on the stream that made them."""
@@ -213,7 +216,7 @@ class GeDiff:
     def begins(self, runner: Any, key: Any, batch: Any) -> None:
         """Before a replay: move the window of logits that is kept, where not all of them are."""
         self.poll()
-        if self.sliced and self.window is not None and key in self.plans:
+        if self.sliced and self.window is not None and (id(runner), key) in self.plans:
             widest = max(total for total, _ in self.sliced.values())
             self.window_at = 0 if self.window_at >= widest else self.window_at
             self.window.fill_(self.window_at)
@@ -223,11 +226,15 @@ class GeDiff:
         self.step += 1
         if self.step % self.settings.every:
             return
-        plan = self.plans.get(key)
+        plan = self.plans.get((id(runner), key))
         if plan is None:
             self.skipped["no stash for this bucket"] += 1
             self.report.event(
-                NAME, "inconclusive", step=self.step, bucket=str(key), reason="no stash for this bucket"
+                NAME,
+                "inconclusive",
+                step=self.step,
+                bucket=bucket_name(runner, key),
+                reason="no stash for this bucket",
             )
             return
         self.compared += 1
@@ -249,12 +256,12 @@ class GeDiff:
             coverage = min(width / total for total, width in self.sliced.values())
         return {
             "buckets": {
-                str(key): {
+                plan.name: {
                     "layers": sorted(layer for layer, state in plan.layers.items() if state.parts),
                     "graph_nodes_added": plan.launches,
                     "bytes_copied_a_replay": plan.copied,
                 }
-                for key, plan in self.plans.items()
+                for plan in self.plans.values()
             },
             "replays_compared": self.compared,
             "bytes": self.bytes,
@@ -452,6 +459,9 @@ class GeDiff:
                 if made is not None:
                     keys.append((name, "logits"))
                     pairs.append((_contiguous(made), copy.view))
+        if not keys and not state.parts:
+            self._inconclusive(plan, state, "nothing of this layer was stashed inside the graph")
+            return
         different = torch.zeros(-(-max(1, len(pairs)) // 8) * 8, dtype=torch.int32, device=self.device)
         for at in range(0, len(pairs), self.kernels.SLOTS):
             self.kernels.differ_many(pairs[at : at + self.kernels.SLOTS], different[at : at + 8])
@@ -541,7 +551,7 @@ class GeDiff:
     def _inconclusive(self, plan: BucketPlan, state: LayerPlan, reason: str) -> None:
         self.skipped[reason] += 1
         self.report.event(
-            NAME, "inconclusive", step=self.step, bucket=str(plan.key), layer=state.layer, reason=reason
+            NAME, "inconclusive", step=self.step, bucket=plan.name, layer=state.layer, reason=reason
         )
 
     def _judge(
@@ -568,7 +578,7 @@ class GeDiff:
             NAME,
             found.verdict,
             step=step,
-            bucket=str(plan.key),
+            bucket=plan.name,
             layer=state.layer,
             inputs=list(found.inputs),
             readers=list(found.readers),
@@ -585,6 +595,12 @@ class GeDiff:
         )
 
 
+def bucket_name(runner: Any, key: Any) -> str:
+    """A captured graph's name: its key, and whether it is the draft model's."""
+    draft = getattr(getattr(runner, "model_runner", None), "is_draft_worker", False) is True
+    return f"{key} draft" if draft else str(key)
+
+
 def compare_logits(
     kept: torch.Tensor, again: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, sizes: torch.Tensor
 ) -> None:
@@ -592,6 +608,16 @@ def compare_logits(
 
     Bits are compared, so two NaNs of the same bits agree and 0.0 differs from -0.0.
     """
+    width = kept.shape[1]
+    step = max(1, COMPARE_BYTES // (4 * max(1, width)))
+    for start in range(0, kept.shape[0], step):
+        part = slice(start, start + step)
+        _compare_rows(kept[part], again[part], lengths[part], counts, sizes)
+
+
+def _compare_rows(
+    kept: torch.Tensor, again: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, sizes: torch.Tensor
+) -> None:
     width = kept.shape[1]
     place = torch.arange(width, device=kept.device)
     inside = place[None] < lengths.reshape(-1, 1)

@@ -14,7 +14,7 @@ fi
 cd "$here"
 export PYTHONUNBUFFERED=1 SGLANG_FP8_PAGED_MQA_LOGITS_TORCH=1 SGLANG_TOPK_TRANSFORM_512_TORCH=1
 status=0
-for version in 0.5.14 0.5.18 0.5.23; do
+for version in ${VERSIONS:-0.5.14 0.5.18 0.5.23}; do
     python3 bars.py "$version" "$trees" "$out/bars-$version.json" "$scale" 2>&1 | tee "$out/bars-$version.log" || status=1
 done
 python3 bars.py 0.5.19 "$trees" "$out/bars-0.5.19.json" "$scale" audit 2>&1 | tee "$out/bars-0.5.19.log" || status=1

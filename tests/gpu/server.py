@@ -209,7 +209,10 @@ class Server:
                 self, x: Any, forward_batch: Any, layer_id: int, compressor: Any
             ) -> None:
                 if server.capturing and server.faults.victim == "x":
-                    server.reader_delay()
+                    if server.overlap:
+                        server.reader_delay()
+                    else:
+                        server.rogue(x)
                 server.truth[layer_id]["x"][: x.shape[0]].copy_(x)
                 server.store_k(layer_id, x)
 
@@ -320,15 +323,12 @@ class Server:
 
     def indexer_metadata(self, table: torch.Tensor, lengths: torch.Tensor) -> Any:
         cls = self.module.PagedIndexerMetadata
-        if "c4_seq_lens" in cls.__dataclass_fields__:  # its name up to 0.5.19
-            return cls(page_size=256, page_table=table, c4_seq_lens=lengths)
-        return cls(
-            page_size=256,
-            compressed_page_size=64,
-            page_table=table,
-            compressed_seq_lens=lengths,
-            use_topk_v2=False,
-        )
+        # Names and fields as the versions have them.
+        offered = {
+            "page_size": 256, "compressed_page_size": 64, "page_table": table, "c4_seq_lens": lengths,
+            "compressed_seq_lens": lengths, "use_topk_v2": False,
+        }  # fmt: skip
+        return cls(**{name: value for name, value in offered.items() if name in cls.__dataclass_fields__})
 
     # Upstream's runner
 
