@@ -62,6 +62,21 @@ class State:
     raw: torch.Tensor
 
 
+def new_state(first_layer: int, layers: int, rows: int, width: int, device: torch.device) -> State:
+    """An empty state: no page seen yet."""
+    shape = (layers, rows, width)
+    return State(
+        first_layer=first_layer,
+        rows=rows,
+        width=width,
+        digests=torch.zeros((*shape, layout.PAGE_TOKENS), dtype=torch.int32, device=device),
+        pages_seen=torch.full(shape, -1, dtype=torch.int32, device=device),
+        counters=torch.zeros(8, dtype=torch.int32, device=device),
+        entries=torch.zeros((ENTRIES, 9), dtype=torch.int32, device=device),
+        raw=torch.zeros((RAW, 7), dtype=torch.int32, device=device),
+    )
+
+
 def rows_of(runner: Any, batch: Any) -> Rows | None:
     """The replay's rows, or None where tokens are not spread evenly over them (ragged verify)."""
     requests = batch.req_pool_indices
@@ -202,19 +217,8 @@ class Canary:
                 width = max(1, MAX_BYTES // (count * (layout.PAGE_TOKENS + 1) * 4))
                 a_layer = count * width * (layout.PAGE_TOKENS + 1) * 4
             self.per_turn = min(len(self.layers), max(1, MAX_BYTES // a_layer))
-            device = self.layers[0].device
-            shape = (self.per_turn, count, width)
             self.poll(wait=True)
-            state = self.state = State(
-                first_layer=0,
-                rows=count,
-                width=width,
-                digests=torch.zeros((*shape, layout.PAGE_TOKENS), dtype=torch.int32, device=device),
-                pages_seen=torch.full(shape, -1, dtype=torch.int32, device=device),
-                counters=torch.zeros(8, dtype=torch.int32, device=device),
-                entries=torch.zeros((ENTRIES, 9), dtype=torch.int32, device=device),
-                raw=torch.zeros((RAW, 7), dtype=torch.int32, device=device),
-            )
+            state = self.state = new_state(0, self.per_turn, count, width, self.layers[0].device)
             self._last = [0, 0, 0, 0]
             if self.per_turn < len(self.layers):
                 self.report.say(

@@ -23,7 +23,7 @@ from .settings import Settings
 
 NAME = "ge_diff"
 
-DIGEST_SPLITS = 8
+DIGEST_SPLITS = 64
 TOP_K = 512
 
 COMPARE_BYTES = 16 << 20

@@ -206,6 +206,7 @@ def test_a_bucket_without_a_stash_is_never_compared(model: Model) -> None:
 
 def test_the_stash_of_another_bucket_is_never_compared(model: Model, report: Any) -> None:
     other = Model(model.instrument, rows=4)
+    other.runner = model.runner
     other.capture()
     model.replay()
     model.instrument.ends(model.runner, other.key, None)  # nothing of that bucket was replayed
