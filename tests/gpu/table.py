@@ -1,4 +1,4 @@
-"""One table out of what the parts wrote. Usage: python table.py DIRECTORY. Exit code 1 where a bar is not met."""
+"""One table of what the parts wrote: python table.py DIRECTORY. Exit code 1 where a bar is not met."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ def main() -> int:
     rows.sort(key=lambda row: (row["bar"], row["version"]))
     print(f"{'bar':4} {'version':8} {'what':62} {'measured':72} met")
     for row in rows:
-        print(
-            f"{row['bar']:4} {row['version']:8} {row['what']:62} {row['figure']:72} {'yes' if row['met'] else 'NO'}"
-        )
+        met = "yes" if row["met"] else "NO"
+        print(f"{row['bar']:4} {row['version']:8} {row['what']:62} {row['figure']:72} {met}")
     missed = sum(not row["met"] for row in rows)
     print(f"{len(rows) - missed} of {len(rows)} met")
     return 1 if missed or not rows else 0

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from sources import ENVIRON, INDEXER, MODEL, REST, RUNNER
 
 import patches

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from sources import ENVIRON, REST
 
 from patches import build
-
 
 # In our own words: a declared field, the tree's boolean type, and the renaming call.
 SOURCE = b"""import os
