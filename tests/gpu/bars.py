@@ -251,7 +251,7 @@ class Bars:
             for per_row in (1, 5):
                 with self.armed(*flags) as events:
                     s = self.make(per_row=per_row, buckets=(16, 4))
-                    free = s.pages - 1
+                    free, transfer = s.pages - 1, torch.cuda.Stream()
                     total = int(5_000 * self.scale)
                     for number in range(total):
                         bucket = 16 if number % 3 else 4
@@ -261,7 +261,8 @@ class Bars:
                             for _ in range(rows)
                         ]
                         batch = s.batch(bucket, rows, lengths)
-                        s.pool_layers[number % 2][free, :64].add_(1)  # a transfer fills a page of nobody's
+                        with torch.cuda.stream(transfer):  # meanwhile a page of nobody's is filled
+                            s.pool_layers[number % 2][free, :64].add_(1)
                         s.step(batch)
                         if number % 200 == 0:
                             self.hooks._probe and self.hooks._probe.flush()
@@ -277,6 +278,60 @@ class Bars:
                 f"no fault: {name}",
                 f"{found} alarms in {replays} replays ({seen} clean, {each:.0f} us each)",
                 found == 0 and (seen > 0),
+            )
+
+    def kernels(self) -> None:
+        """The kernels themselves: each bit that changes is seen, in the right slot, in each layout."""
+        from dsv4_probe import canary, kernels, layout
+
+        rows, pages_a_row, layers = 4, 3, 2
+        for one in layout.LAYOUTS.values():
+            pool = [
+                torch.randint(0, 255, (40, one.page_bytes), dtype=torch.uint8, device="cuda")
+                for _ in range(layers)
+            ]
+            order = torch.randperm(39)[: rows * pages_a_row].view(rows, pages_a_row) + 1
+            table = (order[:, :, None] * 256 + torch.arange(256)).view(rows, -1).to("cuda", torch.int32)
+            lengths = torch.tensor([700, 513, 256, 3], device="cuda")
+            requests = torch.arange(rows, device="cuda")
+            which = canary.Rows(requests, table, lengths - 1, table[requests, lengths - 1].long(), 1, 768)
+            state = canary.new_state(0, layers, rows, pages_a_row, torch.device("cuda"))
+            bases = torch.tensor([item.data_ptr() for item in pool], dtype=torch.int64, device="cuda")
+            used = [(row, index) for row in range(rows) for index in range(-(-int(lengths[row]) // 256))]
+            k_lengths = (lengths // 4).to(torch.int32)
+            k_table = (table[:, ::256] // 256).contiguous()
+            digests = [torch.zeros((rows, 64), dtype=torch.int32, device="cuda") for _ in range(2)]
+            right, trials = 0, int(400 * self.scale)
+            for _ in range(trials):
+                layer, (row, index), slot = (
+                    random.randrange(layers),
+                    random.choice(used),
+                    random.randrange(64),
+                )
+                word = random.randrange(one.value_words + one.scale_words)
+                at = slot * one.value_words + word if word < one.value_words else 64 * one.value_words + slot
+                page = int(order[row, index])
+                kernels.digest_rows(pool[layer], k_table, k_lengths, one, digests[0])
+                kernels.canary(bases, one.page_bytes // 4, one, which, state, pages_a_row, False)
+                before = state.counters.tolist()
+                pool[layer].view(torch.int32)[page, at] ^= 1 << random.randrange(31)
+                kernels.canary(bases, one.page_bytes // 4, one, which, state, pages_a_row, True)
+                kernels.digest_rows(pool[layer], k_table, k_lengths, one, digests[1])
+                after = state.counters.tolist()
+                note = state.entries[before[3] % canary.ENTRIES].tolist()
+                last = (int(lengths[row]) - 1) // 256 == index and int(lengths[row]) % 4 == 0
+                legal = last and slot == (int(lengths[row]) - 1) % 256 // 4
+                seen = [now - then for now, then in zip(after[:3], before[:3], strict=True)]
+                fine = seen == [1, int(not legal), 0]
+                if not legal:
+                    fine &= note[:5] == [1, layer, row, index, page]
+                    fine &= canary.slots_of(note[7], note[8]) == [slot]
+                changed = (digests[0] != digests[1]).any(dim=1).tolist()
+                readable = index * 64 + slot < int(k_lengths[row])
+                fine &= changed == [readable and other == row for other in range(rows)]
+                right += fine
+            self.row(
+                "1", f"each changed bit is seen in its slot, {one.name}", f"{right}/{trials}", right == trials
             )
 
     # Bar 3
@@ -324,7 +379,9 @@ class Bars:
                 f"{logits}/{total}, {top_k}/{total}",
                 logits == top_k == total,
             )
-            self.row("3", f"{label}: graph nodes", f"{nodes[one]} {nodes[other]}", nodes[one] == nodes[other])
+            totals = " ".join(str(nodes[which][32].total()) for which in (one, other))
+            same = nodes[one] == nodes[other]
+            self.row("3", f"{label}: graph nodes, kernel by kernel", totals, same)
             self.row("3", f"{label}: pool bytes", f"{pools[one]} {pools[other]}", pools[one] == pools[other])
 
     # Alias audit
@@ -361,13 +418,13 @@ class Bars:
     def nodes_on(self) -> None:
         """The ledger tells the graph nodes that the driver counts."""
         with self.armed():
-            bare = self.make().nodes(32)
+            bare = self.make().nodes(32).total()
         with self.armed(GE_DIFF) as events:
             s = self.make()
             events()
             plans = self.hooks._probe.instruments["ge_diff"].plans
             told = plans[id(s.runner), upstream.ShapeKey(32)].launches
-            added = s.nodes(32) - bare
+            added = s.nodes(32).total() - bare
             self.row("3", "ledger: graph nodes added, told and counted", f"{told} {added}", told == added)
 
 
@@ -386,7 +443,7 @@ def main() -> None:
         sets = {"GE_DIFF and canary": (GE_DIFF, CANARY)}
     parts: dict[str, Any] = {
         "off": bars.off, "nodes": bars.nodes_on, "audit": bars.audit, "faults": bars.faults,
-        "others": bars.others, "story": bars.story, "rates": bars.rates,
+        "others": bars.others, "kernels": bars.kernels, "story": bars.story, "rates": bars.rates,
         "clean": lambda: bars.clean(sets),
     }  # fmt: skip
     for name, part in parts.items():

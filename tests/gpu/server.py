@@ -7,6 +7,7 @@ while a reader on a side stream is held back, or by dropping a tensor early (`qk
 
 from __future__ import annotations
 
+import collections
 import ctypes
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
@@ -39,6 +40,15 @@ class Spinner:
 
     def __call__(self) -> None:
         _spin[(1,)](self.count, self.sink, num_warps=1)
+
+
+class KernelNode(ctypes.Structure):
+    """The driver's CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p), ("sizes", ctypes.c_uint * 7), ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p),
+    )  # fmt: skip
 
 
 @dataclass
@@ -469,15 +479,26 @@ class Server:
             x = x + q_lora[:, :1] * 0.25
         return False
 
-    def nodes(self, size: int) -> int:
-        """Nodes of a captured graph, as the driver counts them."""
-        graph = self.runner.backend.graphs[upstream.ShapeKey(size)][0].raw_cuda_graph()
+    def nodes(self, size: int) -> collections.Counter[tuple[int, ...]]:
+        """A captured graph's nodes, by type, and for a kernel by function, grid and block."""
+        cuda = ctypes.CDLL("libcuda.so.1")
+        graph = ctypes.c_void_p(self.runner.backend.graphs[upstream.ShapeKey(size)][0].raw_cuda_graph())
         count = ctypes.c_size_t()
-        result = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
-            ctypes.c_void_p(graph), None, ctypes.byref(count)
-        )
-        assert result == 0, result
-        return count.value
+        assert cuda.cuGraphGetNodes(graph, None, ctypes.byref(count)) == 0
+        handles = (ctypes.c_void_p * count.value)()
+        assert cuda.cuGraphGetNodes(graph, handles, ctypes.byref(count)) == 0
+        found: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for handle in handles:
+            kind = ctypes.c_int()
+            assert cuda.cuGraphNodeGetType(ctypes.c_void_p(handle), ctypes.byref(kind)) == 0
+            node: tuple[int, ...] = (kind.value,)
+            if kind.value == 0:
+                kernel = KernelNode()
+                get = cuda.cuGraphKernelNodeGetParams_v2
+                assert get(ctypes.c_void_p(handle), ctypes.byref(kernel)) == 0
+                node += (kernel.function or kernel.kernel or 0, *kernel.sizes)
+            found[node] += 1
+        return found
 
     def pool_bytes(self) -> int:
         """Bytes of the graphs' memory pool."""

@@ -253,3 +253,34 @@ def test_a_hook_that_fails_itself_ends_nothing_but_the_instruments() -> None:
     result = run(broken + "print('up')", SGLANG_DSV4_ALIAS_AUDIT="1")
     assert result.returncode == 0 and result.stdout.splitlines()[-1] == "up", result.stderr
     assert result.stdout.count("no instrument is armed any more") == 1
+
+
+def test_counters_for_prometheus_where_the_server_exports_metrics(tmp_path: Path) -> None:
+    (tmp_path / "prometheus_client.py").write_text(
+        "class Counter:\n"
+        "    def __init__(self, name, text, labels): self.name, self.of = name, labels\n"
+        "    def labels(self, *values): self.now = values; return self\n"
+        "    def inc(self): print(self.name, *zip(self.of, self.now))\n"
+    )
+    code = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "from dsv4_probe.report import Report\n"
+        "Report(None, {}).event('canary', 'clean')\n"
+    )
+    result = run(code, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    assert result.stdout.strip() == "dsv4_probe_events ('instrument', 'canary') ('verdict', 'clean')", (
+        result.stderr
+    )
+    assert run(code).stdout == ""
+
+
+def test_events_tell_the_rank(tmp_path: Path) -> None:
+    ranked = (
+        "import torch\n"
+        "torch.distributed.is_initialized = lambda: True\n"
+        "torch.distributed.get_rank = lambda: 3\n"
+    )
+    result = run(ranked + CALLS, DSV4_FLEET_EVENTS=str(tmp_path), SGLANG_DSV4_GE_DIFF="1")
+    assert result.returncode == 0, result.stderr
+    [status] = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert status["rank"] == 3

@@ -218,33 +218,37 @@ def lines_of(rel: str, source: bytes | None = None) -> list[str]:
     return build(base, TREE, "0.5.18").files[f"python/{rel}"].decode().splitlines()
 
 
+def indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+COMPUTE_Q = "q, weights = c4_indexer.compute_q(q_lora, positions, weights)"
+REPLAY = "output = self.backend.replay(self._replay_graph_key, forward_batch)"
+
+
 @pytest.mark.parametrize(
     ("rel", "before", "hook", "after"),
     [
-        (MODEL, "            qkv_a_ready = stream.record_event()", "qkv-a-made", "        q_lora = self.second(x)"),
-        (MODEL, "        q_lora_ready = stream.record_event()", "q-lora-made", "        with other(stream):"),
-        (MODEL, "            self._compute_kv_to_cache(x, qkv_a=qkv_a)", "qkv-a-read", "        with other(stream):"),
-        (MODEL, "            attn_backend.forward_core_compressor(x, self)", "x-read", "        return q_lora"),
-        (INDEXER, "        self.forward_indexer_compressor(x=x)", "overlap-compressed", "        with other(stream):"),
-        (INDEXER, "            q, weights = c4_indexer.compute_q(q_lora, positions, weights)", "overlap-q-made",
-         "        return q, weights"),
-        (INDEXER, "        q, weights = c4_indexer.compute_q(q_lora, positions, 1)", "normal-q-made", "        if x:"),
-        (INDEXER, "            self.forward_indexer_compressor(x=x)", "normal-compressed", "        return q, weights"),
-        (INDEXER, "            )", "logits", "            return logits"),
-        (RUNNER, "            shape_key = self.make(size)", "capture-begins", "            # the capture itself"),
-        (RUNNER, "            )", "capture-ends", ""),
-        (RUNNER, "            self.load_batch(forward_batch)", "replay-begins",
-         "            output = self.backend.replay(self._replay_graph_key, forward_batch)"),
-        (RUNNER, "            output = self.backend.replay(self._replay_graph_key, forward_batch)", "replay-ends",
-         "            done()"),
+        (MODEL, "qkv_a_ready = stream.record_event()", "qkv-a-made", "q_lora = self.second(x)"),
+        (MODEL, "q_lora_ready = stream.record_event()", "q-lora-made", "with other(stream):"),
+        (MODEL, "self._compute_kv_to_cache(x, qkv_a=qkv_a)", "qkv-a-read", "with other(stream):"),
+        (MODEL, "attn_backend.forward_core_compressor(x, self)", "x-read", "return q_lora"),
+        (INDEXER, "self.forward_indexer_compressor(x=x)", "overlap-compressed", "with other(stream):"),
+        (INDEXER, COMPUTE_Q, "overlap-q-made", "return q, weights"),
+        (INDEXER, "q, weights = c4_indexer.compute_q(q_lora, positions, 1)", "normal-q-made", "if x:"),
+        (INDEXER, "self.forward_indexer_compressor(x=x)", "normal-compressed", "return q, weights"),
+        (INDEXER, ")", "logits", "return logits"),
+        (RUNNER, "shape_key = self.make(size)", "capture-begins", "# the capture itself"),
+        (RUNNER, ")", "capture-ends", ""),
+        (RUNNER, "self.load_batch(forward_batch)", "replay-begins", REPLAY),
+        (RUNNER, REPLAY, "replay-ends", "done()"),
     ],
-)  # fmt: skip
+)
 def test_each_call_stands_where_it_should(rel: str, before: str, hook: str, after: str) -> None:
     lines = lines_of(rel)
     [at] = [number for number, line in enumerate(lines) if line.endswith(f"{MARK} {hook}")]
-    assert (lines[at - 1], lines[at + 1]) == (before, after)
-    indent = len(lines[at]) - len(lines[at].lstrip())
-    assert indent == len(before) - len(before.lstrip())
+    assert (lines[at - 1].strip(), lines[at + 1].strip()) == (before, after)
+    assert indent(lines[at]) == indent(lines[at - 1])
 
 
 @pytest.mark.parametrize("rel", [MODEL, INDEXER, RUNNER])
@@ -294,3 +298,20 @@ def test_a_comment_in_an_argument_is_refused() -> None:
     )
     with pytest.raises(PatchError, match="comment"):
         lines_of(INDEXER, source)
+
+
+def test_digest_and_version_come_from_the_tree_where_they_are_not_given(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    files = {**REST, ENVIRON: SOURCE, "sglang/_version.py": b"__version__ = version = '0.5.18'\n"}
+    for rel, content in files.items():
+        (base / rel).parent.mkdir(parents=True, exist_ok=True)
+        (base / rel).write_bytes(content)
+    (base / "sglang" / "__pycache__").mkdir()
+    (base / "sglang" / "__pycache__" / "x.pyc").write_bytes(b"x")
+    result = run("--base", str(base), "--out", str(tmp_path / "out"))
+    lines = sorted(f"{sha(content)}  {rel}\n" for rel, content in files.items())
+    expected = build(base, sha("".join(lines).encode()), "0.5.18")
+    assert (result.returncode, result.stdout.strip()) == (0, expected.digest), result.stderr
+    (base / "sglang" / "_version.py").unlink()
+    result = run("--base", str(base), "--out", str(tmp_path / "other"))
+    assert result.returncode == 2 and "give it with --version" in result.stderr
