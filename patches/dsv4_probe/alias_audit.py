@@ -67,8 +67,9 @@ class AliasAudit:
                 f"one capture had more than {HISTORY_ENTRIES} allocator events; it is not judged"
             )
         self.captured += 1
-        for alias in aliases.audit(self._merged(log, trace)):
-            self.found += 1
+        found = aliases.audit(self._merged(log, trace))
+        self.found += len(found)
+        for alias in found:
             self.report.event(
                 NAME,
                 "alias",
@@ -76,14 +77,14 @@ class AliasAudit:
                 layer=alias.layer,
                 input=alias.name,
                 reader=alias.reader,
-                reading_stream=hex(int(alias.reading_stream)),
-                allocating_stream=hex(int(alias.allocating_stream)),
+                reading_stream=_hex(alias.reading_stream),
+                allocating_stream=_hex(alias.allocating_stream),
                 address=hex(alias.start),
                 bytes=alias.size,
                 made=_frames(alias.made),
                 reused=_frames(alias.reused),
             )
-        if not self.found:
+        if not found:
             self.report.event(NAME, "clean")
 
     def made(self, layer: int, **tensors: Any) -> None:
@@ -203,6 +204,10 @@ def _parts(name: str, tensor: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(tensor, tuple):
         return [(name, tensor[0]), (f"{name}_scale", tensor[1])]
     return [(name, tensor)]
+
+
+def _hex(stream: Any) -> str:
+    return hex(int(stream))
 
 
 def _frames(frames: Any) -> list[str]:

@@ -4,6 +4,9 @@ All of them only read what they watch, allocate nothing and never wait for the h
 may be captured into a graph and change nothing about the memory of what runs beside them.
 """
 
+# Triton compiles what is decorated; its functions have tensors for arguments, not Python's types.
+# mypy: allow-untyped-defs, disable-error-code=attr-defined
+
 from __future__ import annotations
 
 from collections.abc import Sequence
