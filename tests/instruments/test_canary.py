@@ -181,6 +181,7 @@ def test_more_layers_than_memory_take_turns(report: Any, monkeypatch: Any, capsy
         seen.append(report.events["canary", "outside"])
     assert "by turns" in capsys.readouterr().err
     assert 1 <= seen[-1] < 6 and server.canary.status()["layers_a_replay"] < 3
+    assert report.events["canary", "external"] == 0  # what other layers left behind is no change
 
 
 def test_ragged_rows_are_skipped_and_counted(server: Server, report: Any) -> None:

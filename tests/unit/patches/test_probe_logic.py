@@ -297,3 +297,8 @@ def test_counters_for_prometheus_where_the_server_exports_metrics(tmp_path: Path
         result.stderr
     )
     assert run(code).stdout == ""
+
+
+def test_a_tensor_and_reader_are_reported_once() -> None:
+    happened = [*story(join=False), Free(500, 2000), Alloc(1000, 3000, MAIN)]
+    assert len(aliases.audit(happened)) == 1
