@@ -14,12 +14,8 @@ ROWS = [
 STAMP = {"since": "2026-01-01T00:00:00Z", "by": "root@controller", "why": "test"}
 
 
-def resolve(
-    variables: dict[str, Any], kept: Any = None, wanted: Any = None, clear: Any = ()
-) -> flags.Resolved:
-    return flags.resolve(
-        ROWS, variables, lambda name: f"group_vars/all.yml:{name}", kept or {}, wanted or {}, clear, STAMP
-    )
+def resolve(variables: dict[str, Any], kept: Any = None, wanted: Any = None, clear: Any = ()) -> flags.Resolved:
+    return flags.resolve(ROWS, variables, lambda name: f"group_vars/all.yml:{name}", kept or {}, wanted or {}, clear, STAMP)
 
 
 @pytest.mark.parametrize("value", [True, "yes", "on", "True", "TRUE", "true", "1", 1])
@@ -32,18 +28,12 @@ def test_every_way_to_say_off_is_off(value: Any) -> None:
     assert flags.parse_bool("f", value, "x") is False
 
 
-@pytest.mark.parametrize(
-    "value", ["enabled", "tru", "1 ", " 0", "y", "n", "", None, 2, 8, 90, -1, 1.5, [], {}, "None", "on\u200b"]
-)
+@pytest.mark.parametrize("value", ["enabled", "tru", "1 ", " 0", "y", "n", "", None, 2, 8, 90, -1, 1.5, [], {}, "None", "on\u200b"])
 def test_anything_else_names_variable_value_place_and_what_is_allowed(value: Any) -> None:
     with pytest.raises(flags.SettingError) as error:
         resolve({"dsv4_flag_ge_diff": value})
     text = str(error.value)
-    assert (
-        "dsv4_flag_ge_diff" in text
-        and "group_vars/all.yml:dsv4_flag_ge_diff" in text
-        and flags.ALLOWED in text
-    )
+    assert "dsv4_flag_ge_diff" in text and "group_vars/all.yml:dsv4_flag_ge_diff" in text and flags.ALLOWED in text
     assert ("null" if value is None else repr(str(value))) in text
 
 

@@ -10,27 +10,13 @@ from ansible_collections.dsv4.fleet.plugins.plugin_utils import fleet
 STATE = "a" * 64
 
 
-def worker(
-    name: str,
-    role: str = "decode",
-    reasons: Any = ("restart",),
-    bf16: bool = False,
-    admitted: int = 3,
-    **seen: Any,
-) -> dict[str, Any]:
+def worker(name: str, role: str = "decode", reasons: Any = ("restart",), bf16: bool = False, admitted: int = 3, **seen: Any) -> dict[str, Any]:
     return {
         "worker": {"name": name, "role": role},
         "seen": {
             "transaction": None,
             "ledger": {"refused": {}},
-            "routers": [
-                {
-                    "url": "http://r:8000",
-                    "reachable": True,
-                    "error": None,
-                    "admitted": {"decode": admitted, "prefill": 2},
-                }
-            ],
+            "routers": [{"url": "http://r:8000", "reachable": True, "error": None, "admitted": {"decode": admitted, "prefill": 2}}],
             **seen,
         },
         "wanted": {"state": STATE, "flags": {"bf16_index_k": bf16}},
@@ -47,9 +33,7 @@ def wanted(hosts: Any = ("d1", "d2", "d3"), **other: Any) -> fleet.Wanted:
 
 
 def found(plan: fleet.Wanted, **changes: dict[str, Any]) -> str:
-    every = {host: worker(host) for host in plan.hosts} | {
-        name.replace("_", "-"): one for name, one in changes.items()
-    }
+    every = {host: worker(host) for host in plan.hosts} | {name.replace("_", "-"): one for name, one in changes.items()}
     return "\n".join(fleet.problems(plan, every))
 
 
@@ -68,14 +52,7 @@ def test_limit_that_leaves_workers_out_stops_a_rollout_of_the_whole_fleet() -> N
 
 @pytest.mark.parametrize(
     ("waves", "cut"),
-    [
-        ([1], [1, 1, 1, 1, 1]),
-        ([1, "25%", "100%"], [1, 1, 3]),
-        (["100%"], [5]),
-        ([2], [2, 2, 1]),
-        (["1%"], [1] * 5),
-        ([10], [5]),
-    ],
+    [([1], [1, 1, 1, 1, 1]), ([1, "25%", "100%"], [1, 1, 3]), (["100%"], [5]), ([2], [2, 2, 1]), (["1%"], [1] * 5), ([10], [5])],
 )
 def test_waves_are_cut_as_serial_cuts_them(waves: Any, cut: list[int]) -> None:
     assert fleet.wave_sizes(waves, 5) == cut
@@ -88,15 +65,11 @@ def test_sizes_that_mean_nothing_or_everything_are_refused(waves: Any) -> None:
 
 
 def test_prefill_and_decode_must_agree_on_bf16_index_k() -> None:
-    assert "expected prefill and decode workers to agree" in found(
-        wanted(), p1=worker("p1", "prefill", bf16=True)
-    )
+    assert "expected prefill and decode workers to agree" in found(wanted(), p1=worker("p1", "prefill", bf16=True))
 
 
 def test_a_wave_that_leaves_too_few_admitted_is_refused() -> None:
-    assert "found 3 workers admitted by http://r:8000 and a wave that takes 3 out" in found(
-        wanted(waves=["100%"])
-    )
+    assert "found 3 workers admitted by http://r:8000 and a wave that takes 3 out" in found(wanted(waves=["100%"]))
     assert found(wanted(waves=[2])) == ""
 
 

@@ -15,12 +15,7 @@ def here(_value: Any, name: str) -> str:
 
 
 def test_switches_and_options_become_words_in_order() -> None:
-    items = [
-        "--trust-remote-code",
-        {"--tp": 4},
-        {"--cuda-graph-bs-decode": [1, 2]},
-        {"--mem-fraction-static": 0.85},
-    ]
+    items = ["--trust-remote-code", {"--tp": 4}, {"--cuda-graph-bs-decode": [1, 2]}, {"--mem-fraction-static": 0.85}]
     assert settings.launch_arguments(items, here) == [
         "--trust-remote-code", "--tp", "4", "--cuda-graph-bs-decode", "1", "2", "--mem-fraction-static", "0.85",
     ]  # fmt: skip
@@ -32,18 +27,7 @@ def test_values_keep_every_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    "item",
-    [
-        "trust-remote-code",
-        "--tp 4",
-        "--tp=4",
-        {"tp": 4},
-        {"--tp": 4, "--dp": 2},
-        {"--tp": None},
-        {"--tp": {}},
-        4,
-        None,
-    ],
+    "item", ["trust-remote-code", "--tp 4", "--tp=4", {"tp": 4}, {"--tp": 4, "--dp": 2}, {"--tp": None}, {"--tp": {}}, 4, None]
 )
 def test_other_shapes_are_refused_with_their_place(item: Any) -> None:
     with pytest.raises(SettingError, match=r"group_vars/all\.yml"):
@@ -58,9 +42,7 @@ def test_a_secret_is_refused_among_arguments_and_not_repeated(option: str) -> No
 
 
 @pytest.mark.parametrize(("written", "value"), [("010", 8), ("1:30", 90), ("1_000", 1000), ("0x10", 16)])
-def test_a_number_that_yaml_changed_is_refused_literally(
-    tmp_path: pathlib.Path, written: str, value: int
-) -> None:
+def test_a_number_that_yaml_changed_is_refused_literally(tmp_path: pathlib.Path, written: str, value: int) -> None:
     source = tmp_path / "all.yml"
     source.write_text(f"---\nsize: {written}\n")
     with pytest.raises(SettingError, match="in quotes") as error:
@@ -81,21 +63,12 @@ def test_invisible_characters_are_named(hidden: str) -> None:
 
 
 def test_booleans_become_ones_and_zeros() -> None:
-    assert settings.environment({"SGLANG_A": True, "SGLANG_B": False}, "dsv4_extra_env", (), here) == {
-        "SGLANG_A": "1",
-        "SGLANG_B": "0",
-    }
+    assert settings.environment({"SGLANG_A": True, "SGLANG_B": False}, "dsv4_extra_env", (), here) == {"SGLANG_A": "1", "SGLANG_B": "0"}
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [
-        ("SGL_X", "SGLANG_X"),
-        ("A-B", "letters"),
-        ("PYTHONPATH", "sets itself"),
-        ("DSV4_FLEET_STATE", "sets itself"),
-        ("SGLANG_DSV4_GE_DIFF", "sets itself"),
-    ],
+    [("SGL_X", "SGLANG_X"), ("A-B", "letters"), ("PYTHONPATH", "sets itself"), ("DSV4_FLEET_STATE", "sets itself"), ("SGLANG_DSV4_GE_DIFF", "sets itself")],
 )
 def test_names_that_are_not_free_are_refused(name: str, says: str) -> None:
     with pytest.raises(SettingError, match=says):
@@ -109,8 +82,4 @@ def test_a_command_that_needs_a_shell_is_refused(value: Any) -> None:
 
 
 def test_a_command_may_be_one_plain_string() -> None:
-    assert settings.words("python3 -m sglang.launch_server", "x", here) == [
-        "python3",
-        "-m",
-        "sglang.launch_server",
-    ]
+    assert settings.words("python3 -m sglang.launch_server", "x", here) == ["python3", "-m", "sglang.launch_server"]
