@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from patches.errors import PatchError
-from patches.release import NEW, Overlay, build
+from patches.release import NEW, Overlay, build, tree_digest, tree_version
 from patches.versions import WHEELS
 
 
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("build", help="build one release from a tree's files", allow_abbrev=False)
     one.add_argument("--base", required=True, type=Path, help="directory with the tree's files")
-    one.add_argument("--tree-digest", required=True, help="sha256 of the whole tree")
-    one.add_argument("--version", required=True, help="the tree's SGLang version")
+    one.add_argument("--tree-digest", help="sha256 of the whole tree; taken from --base where not given")
+    one.add_argument("--version", help="the tree's SGLang version; taken from --base where not given")
     one.add_argument("--overlay", action="append", default=[], metavar="REL=FILE:SHA256_OF_BASE")
     one.add_argument("--out", required=True, type=Path, help="a new directory")
     many = commands.add_parser("matrix", help="build and check against real wheels", allow_abbrev=False)
@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
 
             return run(arguments.versions, arguments.cache)
         overlays = [_overlay(text) for text in arguments.overlay]
-        release = build(arguments.base, arguments.tree_digest, arguments.version, overlays, arguments.out)
+        digest = arguments.tree_digest or tree_digest(arguments.base)
+        version = arguments.version or tree_version(arguments.base)
+        release = build(arguments.base, digest, version, overlays, arguments.out)
     except PatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -128,6 +128,29 @@ def build(
     return release
 
 
+def tree_digest(tree: Path) -> str:
+    """The digest of a whole tree, as the agent computes it on a host (docs/agent.md)."""
+    lines = [
+        f"{_sha256(path.read_bytes())}  {path.relative_to(tree).as_posix()}\n"
+        for path in tree.rglob("*")
+        if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts
+    ]
+    return _sha256("".join(sorted(lines)).encode())
+
+
+def tree_version(tree: Path) -> str:
+    """The version that a tree says it is. Raises PatchError where it does not say."""
+    path = tree / "sglang" / "_version.py"
+    found = (
+        re.search(r"""^__version__ = (?:version = )?['"]([^'"]+)""", path.read_text(), re.M)
+        if path.is_file()
+        else None
+    )
+    if found is None:
+        raise PatchError(f"{path} does not tell the tree's SGLang version; give it with --version.")
+    return found[1]
+
+
 def _overlaid(
     original: bytes | None, overlay: Overlay | None, rel: str, version: str
 ) -> tuple[bytes | None, str | None]:

@@ -37,7 +37,7 @@ def passport(environ: Mapping[str, Any]) -> dict[str, Any]:
         "pid": os.getpid(),
         "start_time": _start_time(),
         "state": os.environ.get("DSV4_FLEET_STATE"),
-        "release": _release(),
+        "release": release(),
         "sglang": _sglang(),
         "environ": os.path.abspath(str(environ["__file__"])),
         "flags": flags,
@@ -61,7 +61,7 @@ def _start_time() -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def _release() -> str | None:
+def release() -> str | None:
     """The directory of the release that this very file lies in: `<digest>/python/dsv4_probe/passport.py`."""
     python = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     return os.path.basename(os.path.dirname(python)) if os.path.basename(python) == "python" else None

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from sources import ENVIRON, REST
 
 from patches import build
-
-ENVIRON = "sglang/srt/environ.py"
 
 # In our own words: a declared field, the tree's boolean type, and the renaming call.
 SOURCE = b"""import os
@@ -64,7 +63,7 @@ DIGEST = "0f" * 32
 def release(tmp_path: Path) -> Path:
     """A release in its place; returns the directory that goes on PYTHONPATH."""
     python = tmp_path / "releases" / DIGEST / "python"
-    for rel, content in build({ENVIRON: SOURCE}, "ab" * 32, "0.5.18").files.items():
+    for rel, content in build({**REST, ENVIRON: SOURCE}, "ab" * 32, "0.5.18").files.items():
         path = python.parent / rel
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
@@ -94,7 +93,10 @@ def test_it_says_what_this_process_imported_and_parsed(release: Path, tmp_path: 
         f"import os; print(os.getpid()); {STAT}",
         DSV4_FLEET_PASSPORTS=str(passports),
         DSV4_FLEET_STATE="the state",
-        DSV4_FLEET_FLAGS="SGLANG_DECLARED SGLANG_NUMBER SGLANG_UNDECLARED SGLANG_UNSET SGLANG_NEW",
+        DSV4_FLEET_FLAGS="SGLANG_DECLARED SGLANG_NUMBER SGLANG_UNDECLARED SGLANG_UNSET SGLANG_NEW "
+        "SGLANG_DSV4_GE_DIFF SGLANG_DSV4_IDXK_CANARY",
+        SGLANG_DSV4_GE_DIFF="1",
+        SGLANG_DSV4_IDXK_CANARY="0",
         SGLANG_DECLARED="off",
         SGLANG_NUMBER="7",
         SGLANG_UNDECLARED="1",
@@ -119,8 +121,10 @@ def test_it_says_what_this_process_imported_and_parsed(release: Path, tmp_path: 
                 "SGLANG_UNDECLARED": True,
                 "SGLANG_UNSET": False,
                 "SGLANG_NEW": True,  # renamed before the passport looks
+                "SGLANG_DSV4_GE_DIFF": True,
+                "SGLANG_DSV4_IDXK_CANARY": False,
             },
-            "armed": [],
+            "armed": ["SGLANG_DSV4_GE_DIFF"],  # on, and its instrument is in the release
             "python": ".".join(map(str, sys.version_info[:3])),
         }
     )

@@ -1,0 +1,205 @@
+"""The canary on the CPU: pools of the three layouts, rows as upstream's decode and verify have them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dsv4_probe import canary, layout
+from dsv4_probe.canary import Canary, expected_pages, slots_of
+
+PAGES = 40
+
+
+class Server:
+    """A pool of several layers, requests in req_to_token, and one step at a time."""
+
+    def __init__(self, report: Any, kind: str = "fp8", layers: int = 2) -> None:
+        self.layout = next(one for one in layout.LAYOUTS.values() if one.name == kind)
+        self.buffers = [
+            torch.randint(0, 255, (PAGES, self.layout.page_bytes), dtype=torch.uint8) for _ in range(layers)
+        ]
+        mapping = [None, *(SimpleNamespace(compress_ratio=4, compress_layer_id=i) for i in range(layers))]
+        pool = SimpleNamespace(
+            c4_indexer_kv_pool=SimpleNamespace(index_k_with_scale_buffer=self.buffers), layer_mapping=mapping
+        )
+        self.req_to_token = torch.zeros((8, 2048), dtype=torch.int32)
+        self.runner = SimpleNamespace(
+            model_runner=SimpleNamespace(
+                token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token)
+            )
+        )
+        self.free = list(range(1, PAGES))
+        self.canary = Canary(report)
+
+    def request(self, line: int, length: int) -> None:
+        """Give a request of `length` tokens its pages."""
+        for start in range(0, length, 256):
+            page = self.free.pop(0)
+            self.req_to_token[line, start : start + 256] = torch.arange(page * 256, page * 256 + 256)
+
+    def batch(self, lines: list[int], lengths: list[int], per_row: int = 1) -> Any:
+        """A batch in which each request's newest `per_row` tokens are computed."""
+        positions, locations = [], []
+        for line, length in zip(lines, lengths, strict=True):
+            for position in range(length - per_row, length):
+                positions.append(position)
+                locations.append(int(self.req_to_token[line, position]))
+        return SimpleNamespace(
+            req_pool_indices=torch.tensor(lines),
+            positions=torch.tensor(positions),
+            out_cache_loc=torch.tensor(locations),
+            seq_lens_cpu=torch.tensor(lengths),
+        )
+
+    def write(self, layer: int, page: int, slot: int) -> None:
+        """Store something else in a slot: its values and its scale."""
+        words = self.buffers[layer][page].view(torch.int32)
+        start = slot * self.layout.value_words
+        words[start + 3] += 1
+        if self.layout.scale_words:
+            words[64 * self.layout.value_words + slot] += 1
+
+    def step(self, batch: Any, *writes: tuple[int, int, int]) -> None:
+        self.canary.begins(self.runner, "key", batch)
+        for write in writes:
+            self.write(*write)
+        self.canary.ends(self.runner, "key", batch)
+        self.canary.poll(wait=True)
+
+
+@pytest.fixture(params=["fp8", "fp4", "bf16"])
+def server(request: Any, report: Any) -> Server:
+    made = Server(report, request.param)
+    made.request(1, 900)
+    made.request(2, 260)
+    return made
+
+
+def test_legal_writes_are_clean(server: Server, report: Any) -> None:
+    batch = server.batch([1, 2], [512, 260])  # 512 and 260 are multiples of 4: both rows write
+    pages = [int(location) // 256 for location in batch.out_cache_loc]
+    server.step(batch, *((layer, pages[0], 63) for layer in (0, 1)), (0, pages[1], 0))
+    server.step(server.batch([1, 2], [513, 261]))
+    assert report.events == {("canary", "clean"): 2} and report.lines() == []
+    assert server.canary.status()["page_changes"] == 3
+
+
+def test_a_stray_write_is_named_with_its_pages_and_slots(server: Server, report: Any) -> None:
+    batch = server.batch([1, 2], [512, 260])
+    legal = int(batch.out_cache_loc[0]) // 256
+    stray = int(server.req_to_token[1, 256]) // 256
+    assert legal == stray  # the legal page, but other slots of it
+    other = int(server.req_to_token[1, 0]) // 256
+    server.step(batch, (0, legal, 63), (0, legal, 5), (1, other, 0), (1, other, 40))
+    [event] = report.lines()
+    assert (event["verdict"], event["alarm"], event["step"], event["bucket"]) == ("outside", True, 1, "key")
+    assert (event["changed"], event["expected"], event["outside"]) == (2, 2, 2)
+    assert event["page_numbers"] == sorted([legal, other])
+    assert event["pages"] == [
+        {"layer": 1, "page": legal, "row": 0, "slots": [5], "changed_slots": [5, 63]},
+        {"layer": 2, "page": other, "row": 0, "slots": [0, 40], "changed_slots": [0, 40]},
+    ]
+
+
+def test_a_row_that_does_not_write_makes_every_write_stray(server: Server, report: Any) -> None:
+    batch = server.batch([1], [511])
+    server.step(batch, (0, int(batch.out_cache_loc[0]) // 256, 63))
+    assert report.events["canary", "outside"] == 1
+
+
+def test_several_tokens_a_row(server: Server, report: Any) -> None:
+    batch = server.batch([1, 2], [514, 260], per_row=5)  # positions 509…513 and 255…259
+    first, second = int(server.req_to_token[1, 511]) // 256, int(server.req_to_token[2, 259]) // 256
+    old = int(server.req_to_token[2, 255]) // 256
+    server.step(batch, (0, first, 63), (0, second, 0), (0, old, 63))
+    assert report.events == {("canary", "clean"): 1}, report.lines()
+    server.step(batch, (0, int(server.req_to_token[1, 513]) // 256, 0))
+    assert report.events["canary", "outside"] == 1
+
+
+def test_location_zero_is_legal_at_every_replay(server: Server, report: Any) -> None:
+    server.req_to_token[3, :4] = torch.arange(4)  # a row that uses page 0
+    server.step(server.batch([3], [3]), (0, 0, 0), (1, 0, 0))
+    assert report.events == {("canary", "clean"): 1}
+    server.step(server.batch([3], [3]), (0, 0, 1))
+    assert report.events["canary", "outside"] == 1
+
+
+def test_pages_of_others_are_never_looked_at(server: Server, report: Any) -> None:
+    batch = server.batch([1], [512])
+    foreign = int(server.req_to_token[2, 0]) // 256
+    server.step(batch, (0, foreign, 7))
+    server.write(0, foreign, 9)
+    server.step(batch)
+    assert report.events == {("canary", "clean"): 2}
+
+
+def test_a_change_between_replays_is_external(server: Server, report: Any) -> None:
+    batch = server.batch([1], [512])
+    page = int(server.req_to_token[1, 0]) // 256
+    server.step(batch)
+    server.write(1, page, 12)
+    server.step(batch)
+    [event] = report.lines()
+    assert (event["verdict"], event["alarm"], event["page_numbers"]) == ("external", False, [page])
+    assert event["pages"][0]["slots"] == [12] and event["pages"][0]["layer"] == 2
+    assert report.events["canary", "outside"] == 0
+
+
+def test_a_page_that_another_request_got_meanwhile_is_no_external_change(server: Server, report: Any) -> None:
+    server.step(server.batch([1], [200]))
+    server.step(server.batch([2], [200]))
+    assert report.events == {("canary", "clean"): 2}
+
+
+def test_the_story_in_its_numbers(report: Any) -> None:
+    server = Server(report, "bf16", layers=8)
+    server.request(1, 700)
+    server.request(2, 700)
+    batch = server.batch([1, 2], [512, 300])
+    legal = [(int(batch.out_cache_loc[0]) // 256, 63), (int(batch.out_cache_loc[1]) // 256, 10)]
+    stray = [(int(server.req_to_token[1, 0]) // 256, 3), (int(server.req_to_token[2, 0]) // 256, 30)]
+    server.step(batch, *((layer, page, slot) for layer in range(8) for page, slot in legal + stray))
+    [event] = report.lines()
+    assert (event["changed"], event["expected"], event["outside"]) == (32, 2, 16)
+    assert event["page_numbers"] == sorted(page for page, _ in stray)
+
+
+def test_more_layers_than_memory_take_turns(report: Any, monkeypatch: Any, capsys: Any) -> None:
+    server = Server(report, layers=3)
+    server.request(1, 300)
+    monkeypatch.setattr(canary, "MAX_BYTES", 3 * 8 * 65 * 4)  # room for one layer of eight pages, thrice
+    batch = server.batch([1], [300])
+    server.canary.largest = 2
+    stray = int(server.req_to_token[1, 0]) // 256
+    seen = []
+    for _ in range(6):
+        server.step(batch, (1, stray, 8))
+        seen.append(report.events["canary", "outside"])
+    assert "by turns" in capsys.readouterr().err
+    assert 1 <= seen[-1] < 6 and server.canary.status()["layers_a_replay"] < 3
+    assert report.events["canary", "external"] == 0  # what other layers left behind is no change
+
+
+def test_ragged_rows_are_skipped_and_counted(server: Server, report: Any) -> None:
+    batch = server.batch([1, 2], [512, 260])
+    batch.out_cache_loc = batch.out_cache_loc[:1].repeat(3)
+    batch.positions = batch.positions[:1].repeat(3)
+    server.step(batch)
+    assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+
+
+def test_a_pool_of_another_form_is_refused(report: Any) -> None:
+    server = Server(report)
+    server.request(1, 10)
+    server.buffers[:] = [torch.zeros((PAGES, 1000), dtype=torch.uint8)]
+    with pytest.raises(ValueError, match="1000 bytes; known are"):
+        server.step(server.batch([1], [10]))
+
+
+def test_expected_pages() -> None:
+    assert expected_pages([1027, 1028, 2000], [3, 4, 7]) == {4: {0}, 7: {52}}
+    assert slots_of(-1, 0) == list(range(32)) and slots_of(0, 1 << 31) == [63]
