@@ -149,7 +149,7 @@ class AliasAudit:
             return result
 
         self._unwrap = [(event, "record", record), (event, "wait", wait)]
-        event.record, event.wait = recorded, waited  # type: ignore[method-assign]  # put back by _stop
+        event.record, event.wait = recorded, waited
 
     def _stop(self) -> None:
         for owner, name, original in self._unwrap:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import ENVIRON, INDEXER, MODEL, REST, RUNNER
 
 import patches
 from patches import NEW, Overlay, PatchError, build
 from patches.hooks import MARK
+from tests.unit.patches.sources import ENVIRON, INDEXER, MODEL, REST, RUNNER
 
 TREE = "ab" * 32
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from sources import ENVIRON, REST
 
 from patches import build
+from tests.unit.patches.sources import ENVIRON, REST
 
 # In our own words: a declared field, the tree's boolean type, and the renaming call.
 SOURCE = b"""import os
