@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +129,7 @@ def run_playbook(
 
     command_line = [*(["--check"] if check else []), *(["--diff"] if diff else []), *arguments]
     folder = tempfile.mkdtemp(dir=runs)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         runner = ansible_runner.run(
             private_data_dir=folder,
@@ -142,7 +145,12 @@ def run_playbook(
             settings={"runner_mode": "subprocess"},
             timeout=timeout,
         )
+        if runner.status == "canceled":  # ansible-runner took the signal for its own
+            raise KeyboardInterrupt
         stdout = runner.stdout.read()
         return Outcome(int(runner.rc), runner.status, _stats(events), stdout, events)
     finally:
         shutil.rmtree(folder)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():  # ansible-runner leaves its own, which swallow Ctrl-C
+                signal.signal(number, handler)

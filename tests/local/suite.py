@@ -1,12 +1,14 @@
 """Every test, one after another, and one plain line at the end: what passed and what failed.
 
 ``python -m tests.local.suite [lint | unit | faults | molecule …]`` runs the named parts; without a name, all.
+Tests on containers mostly wait, so of all parts the longest one runs beside the others, on a fleet of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,15 +18,19 @@ import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
+from tests.local import image
 from tests.local.fleet import Fleet
 from tests.local.playbook import environment
 from tests.local.podman import environment as podman_environment
 from tests.local.process import end
 from tests.local.settings import CACHE, ROOT, FleetSettings, LocalError
 
-#: Fleets that tests bring up; removed before and after, unless DSV4_KEEP_FLEET is set.
-FLEETS = ("test", "molecule")
+#: The fleets that parts bring up; removed before and after, unless DSV4_KEEP_FLEET is set.
+FLEETS = {"faults": "test", "molecule": "molecule"}
+#: The part that runs beside the others.
+BESIDE = "faults"
 REPORTS = CACHE / "reports"
 #: pytest's exit statuses for "all passed" and "some failed"; any other (no test found, a wrong call) is a failure.
 PYTEST_COUNTED = (0, 1)
@@ -88,7 +94,7 @@ def pytest_step(name: str, *arguments: str) -> Count:
     """One run of pytest, counted by its report; a run without a test, or that breaks off, counts as one failure."""
     report = REPORTS / f"{name}.xml"
     report.unlink(missing_ok=True)
-    rc = run_step([sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments])
+    rc = run_step([sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={report}", *arguments])
     if rc not in PYTEST_COUNTED or not report.exists():
         print(f"{name}: pytest ended with status {rc}, expected 0 or 1 and a report", flush=True)
         return Count(failed=1)
@@ -137,45 +143,91 @@ def molecule() -> Count:
 
 
 PARTS: dict[str, Callable[[], Count]] = {"lint": lint, "unit": unit, "faults": faults, "molecule": molecule}
-WITH_CONTAINERS = ("faults", "molecule")
 
 
-def remove_fleets() -> None:
-    """Remove what an interrupted run has left."""
+def remove_fleets(parts: Sequence[str]) -> None:
+    """Remove what an interrupted run of these parts has left."""
     if not os.environ.get("DSV4_KEEP_FLEET") and shutil.which("podman"):
-        for name in FLEETS:
-            Fleet(FleetSettings(name=name)).down(take_over=bool(os.environ.get("CI")))
+        for part in parts:
+            if part in FLEETS:
+                Fleet(FleetSettings(name=FLEETS[part])).down(take_over=bool(os.environ.get("CI")))
+
+
+class Beside:
+    """One part in a process of its own, with its output in a file until it has ended."""
+
+    def __init__(self, part: str) -> None:
+        self.part, self.log = part, REPORTS / f"{part}.log"
+        argv = [sys.executable, "-m", "tests.local.suite", part]
+        print(f"== {' '.join(argv)} > {self.log.relative_to(ROOT)}", flush=True)
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def count(self) -> Count:
+        """Wait for its end, show what it said, and take the count from its last line."""
+        print(f"\n== waiting for {self.part}", flush=True)
+        self.process.wait()
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        print(text, flush=True)
+        last = re.fullmatch(r"(\d+) passed, (\d+) failed", text.strip().rpartition("\n")[2])
+        if last is None:
+            print(f"{self.part} ended with status {self.process.returncode} and no count", flush=True)
+            return Count(failed=1)
+        count = Count(int(last[1]), int(last[2]))
+        # Its exit status and its count must say the same.
+        return count if (self.process.returncode == 0) == (count.failed == 0) else count + Count(failed=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; exit status 0 if something ran and nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.local.suite", description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="which parts (default: all)")
-    parts = parser.parse_args(arguments).parts or list(PARTS)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is started is also ended
+    parser.add_argument("--serial", action="store_true", help="one part after another")
+    options = parser.parse_args(arguments)
+    parts = options.parts or list(PARTS)
+    signal.signal(signal.SIGTERM, _stop)
     REPORTS.mkdir(parents=True, exist_ok=True)
     os.environ.pop("DSV4_LOCAL_FLEET", None)  # an operator's own choice is not the tests'
     os.environ.update({name: value for name, value in environment(FleetSettings()).items() if name in ("PATH", "LC_ALL")})
-    total, times = Count(), {}
-    containers = any(part in WITH_CONTAINERS for part in parts)
+    # One range for all fleets, if the operator set one: then they cannot be up at once.
+    serial = options.serial or bool(os.environ.get("DSV4_LOCAL_SUBNET")) or BESIDE not in parts or len(parts) == 1
+    total, times, beside, began = Count(), [], None, time.monotonic()
     try:
-        if containers:
+        if FLEETS.keys() & set(parts):
             os.environ.update(podman_environment())
-            remove_fleets()
+            image.ensure()
+            remove_fleets(parts)
+        if not serial:
+            beside = Beside(BESIDE)
         for part in parts:
-            began = time.monotonic()
-            count = PARTS[part]()
-            times[part] = f"{part}: {count} in {time.monotonic() - began:.0f} s"
+            if beside is None or part != BESIDE:
+                start = time.monotonic()
+                count = PARTS[part]()
+                times.append(f"{part}: {count} in {time.monotonic() - start:.0f} s")
+                total += count
+        if beside is not None:
+            count = beside.count()
+            times.append(f"{beside.part}: {count}")
             total += count
     except LocalError as error:
         print(f"tests: {error}", file=sys.stderr)
         total += Count(failed=1)
     finally:
-        if containers:
-            remove_fleets()
-    print("\n" + "\n".join(times.values()))
+        if beside is not None and beside.process.poll() is None:
+            end(beside.process)
+        remove_fleets(parts)
+    times.append(f"all in {time.monotonic() - began:.0f} s")
+    print("\n" + "\n".join(times))
     print(total, flush=True)
     return 0 if total.failed == 0 and total.passed > 0 else 1
+
+
+def _stop(*_: object) -> NoReturn:
+    """On SIGTERM: end what was started, once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,28 @@ def test_a_lost_host_is_no_success(play: Path) -> None:
 def test_no_host_is_no_success(play: Path) -> None:
     outcome = run(play, "nobody")
     assert not outcome.ok
+
+
+def test_status_0_with_nothing_done_is_no_success() -> None:
+    assert Outcome(0, "successful", {"ok": {"decode1": 1}}, "", []).ok
+    assert not Outcome(0, "successful", {"ok": {}}, "", []).ok
+    assert not Outcome(0, "successful", {}, "", []).ok
+
+
+def test_a_signal_still_interrupts_afterwards(play: Path) -> None:
+    """ansible-runner puts handlers of its own in place, which swallow Ctrl-C."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run(play, "here")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_ends_the_run(play: Path) -> None:
+    (play / "play.yml").write_text(
+        f"- hosts: here\n  gather_facts: false\n  tasks:\n    - ansible.builtin.shell: kill -INT {os.getpid()}; sleep 60\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(play, "here")
 
 
 def test_a_play_that_is_not_there(play: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def tests_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("def test_a(): pass\ndef test_b(): assert False\n", Count(1, 1)),
         ("", Count(0, 1)),  # pytest's exit status 5: no test
         ("import nothing_of_this_name\n", Count(0, 1)),  # it breaks off while collecting
+        ("def test_a(): pass\ndef test_b():\n    import pytest\n    pytest.exit('enough', 3)\n", Count(0, 1)),  # broken off
         ("def test_a(): pass\n", Count(1, 0)),
     ],
 )
@@ -71,6 +73,28 @@ def test_the_last_line_is_the_whole_count(
     monkeypatch.setattr(suite, "PARTS", {"lint": lambda: counts[0], "unit": lambda: counts[1]})
     assert suite.main([]) == rc
     assert capfd.readouterr().out.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("said", "rc", "count"),
+    [
+        ("x\n4 passed, 0 failed\n", 0, Count(4, 0)),
+        ("x\n4 passed, 2 failed\n", 1, Count(4, 2)),
+        ("4 passed, 0 failed\nKilled\n", 137, Count(0, 1)),
+        ("4 passed, 0 failed\n", 1, Count(4, 1)),
+        ("", 0, Count(0, 1)),
+    ],
+)
+def test_a_part_beside_counts_by_its_last_line_and_status(
+    said: str, rc: int, count: Count, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
+    monkeypatch.setattr(suite, "REPORTS", tmp_path)
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nprintf '{said}'\nexit {rc}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert suite.Beside("faults").count() == count
 
 
 RESULT = {
