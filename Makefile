@@ -25,7 +25,7 @@ demo: setup
 	@$(PY) -m tests.local demo
 
 test: setup
-	@$(PY) -m tests.local.suite
+	@$(PY) -m tests.local.suite --serial
 
 lint: setup
 	@$(PY) -m tests.local.suite lint
