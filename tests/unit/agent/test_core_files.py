@@ -38,8 +38,9 @@ def test_replacing_makes_a_new_file_and_leaves_readers_of_the_old_one_alone(tmp_
 
 def test_a_shell_goes_on_with_the_script_it_began(tmp_path: Path) -> None:
     script = tmp_path / "serve.sh"
-    script.write_text("#!/bin/bash\nread line\necho first $line\n" + "# filler\n" * 2000 + "echo end of the old one\n")
+    script.write_text("#!/bin/bash\necho begun\nread line\necho first $line\n" + "# fill\n" * 2000 + "echo end of the old one\n")
     with subprocess.Popen(["bash", str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout and shell.stdout.readline() == "begun\n"
         files.replace(str(script), b"#!/bin/bash\necho another\n", 0o755)
         said, _ = shell.communicate("go\n", timeout=30)
     assert said == "first go\nend of the old one\n"
