@@ -188,6 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parts = options.parts or list(PARTS)
     signal.signal(signal.SIGTERM, _stop)
+    # A shell starts its background jobs, as .ci/run starts this one, with SIGINT ignored, and children inherit that:
+    # what the tests interrupt would not see it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     REPORTS.mkdir(parents=True, exist_ok=True)
     os.environ.pop("DSV4_LOCAL_FLEET", None)  # an operator's own choice is not the tests'
     os.environ.update({name: value for name, value in environment(FleetSettings()).items() if name in ("PATH", "LC_ALL")})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.local import demo, suite
 from tests.local.load import Tally
 from tests.local.playbook import Outcome
+from tests.local.settings import ROOT
 from tests.local.suite import Count
 
 
@@ -57,6 +59,14 @@ def test_a_step_that_hangs_is_ended_with_its_children(monkeypatch: pytest.Monkey
     assert suite.run_step(["sh", "-c", f"sleep 300 & echo $! > {fifo}; wait"]) == 124
     state = Path(f"/proc/{fifo.read_text(encoding='utf-8').strip()}/stat")
     assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
+
+
+def test_what_is_interrupted_in_a_test_is_interrupted_though_the_suite_runs_in_the_background() -> None:
+    part = "lambda: suite.command('it', 'sh', '-c', 'kill -INT $$')"
+    code = f"from tests.local import suite; suite.PARTS = {{'lint': {part}}}; suite.main([])"
+    ignored = ["sh", "-c", "trap '' INT; exec \"$0\" \"$@\"", sys.executable, "-c", code]
+    done = subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "it: failed with status -2" in done.stdout
 
 
 @pytest.mark.parametrize(
