@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,19 +51,23 @@ def hand_made(fleet: Fleet, hosts: Sequence[str] = WORKERS) -> None:
 
     A container made anew would have to compile its release again, which takes longer than all else here.
     """
-    for host in hosts:
+
+    def make(host: str) -> None:
         files = {
             **handmade.files(host, WORKERS),
             "/etc/dsv4-standin.json": handmade.File(json.dumps(QUICK_STANDIN)),
         }
         unit = unit_of(host)
         disable(fleet, host, unit)
+        listening = fleet.run(host, ["ss", "-Hltnp", f"sport = :{WORKER_PORTS[role_of(host)]}"]).out
+        assert not listening, f"{host}: found another process on the worker's port, a test left it: {listening}"
         script = "rm -rf /var/lib/dsv4/units /var/lib/dsv4/tx /run/dsv4-standin-faults.json /run/dsv4; tar -x -C /"
         fleet.run(host, ["sh", "-ec", script], stdin=handmade.archive(files))
         fleet.run(host, ["sh", "-ec", f"systemctl daemon-reload; systemctl enable --now {unit}"])
-    for host in hosts:
-        port = WORKER_PORTS[role_of(host)]
-        wait_until(partial(_healthy, fleet, host, port), f"{host} healthy")
+        wait_until(partial(_healthy, fleet, host, WORKER_PORTS[role_of(host)]), f"{host} healthy")
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        list(pool.map(make, hosts))
     fleet.run("router1", ["systemctl", "restart", handmade.ROUTER_UNIT])
     fleet.wait_ready(["router1", *WORKERS])
 
@@ -305,6 +310,11 @@ def transaction(fleet: Fleet, host: str) -> str:
     if active not in ("active", "activating"):
         return ""
     return fleet.run(host, ["sh", "-c", "ls -t /var/lib/dsv4/tx | head -n 1"]).out.strip()
+
+
+def journal(fleet: Fleet, host: str) -> str:
+    """The journal of the last transaction on a host, as text."""
+    return fleet.run(host, ["sh", "-c", 'cat "/var/lib/dsv4/tx/$(ls -t /var/lib/dsv4/tx | head -n 1)/journal.jsonl"']).out
 
 
 def result(fleet: Fleet, host: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import operate
 from tests.faults.conftest import FaultFleet
 
 UNIT = "sglang-dsv4-decode.service"
@@ -74,6 +75,17 @@ def test_what_check_mode_said_is_what_comes_to_be(hand_made: FaultFleet) -> None
     assert again.dsv4["decode1"].get("would_change") is None
     mode = hand_made.run("decode1", ["stat", "-c", "%a %U", SCRIPT]).out.strip()
     assert mode == "755 root"
+
+
+def test_x28_bytecode_of_that_release_is_bound_to_its_source_and_not_to_its_time(hand_made: FaultFleet) -> None:
+    """tests/unit/agent shows that a file of the same size and time runs as patched; here what lies on a worker."""
+    release = operate.live(hand_made, "decode1")["DSV4_FLEET_RELEASE"]
+    script = (
+        f"cd /var/lib/dsv4/releases/{release}/python/sglang/srt; ls __pycache__/environ.cpython-*.pyc; "
+        "od --address-radix=n --format=u4 --skip-bytes=4 --read-bytes=4 __pycache__/environ.cpython-*.pyc"
+    )
+    _, flags = hand_made.run("decode1", ["sh", "-ec", script]).out.split()
+    assert flags == "3"  # by hash, and checked
 
 
 def test_secrets_reach_the_server_and_are_seen_nowhere_else(hand_made: FaultFleet) -> None:

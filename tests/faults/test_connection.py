@@ -23,8 +23,8 @@ STEPS = ("stage", "drain", "switch", "stop", "start", "gate", "admit")
 class Controller:
     """One ansible-playbook with its own process group, read line by line."""
 
-    def __init__(self, fleet: FaultFleet, playbook: str) -> None:
-        argv = ["ansible-playbook", f"playbooks/{playbook}.yml", "--limit", "decode1"]
+    def __init__(self, fleet: FaultFleet, playbook: str, *more: str) -> None:
+        argv = ["ansible-playbook", f"playbooks/{playbook}.yml", "--limit", "decode1", *more]
         self._process = subprocess.Popen(
             argv, cwd=ROOT, env={**os.environ, **environment(fleet.settings), "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -96,25 +96,23 @@ def playbooks() -> Iterator[str]:
 def test_a_transaction_outlives_its_controller_and_its_connection(fleet: FaultFleet, playbooks: Iterator[str], step: str) -> None:
     """The controller is killed at the step; the next one attaches, loses its ssh at once, and still sees the end."""
     playbook = next(playbooks)
+    # The last steps are over before the next run comes, unless the worker is watched for a while once it is admitted.
+    more = ("-e", "sglang_worker_soak_s=8") if step in ("gate", "admit") else ()
     before = fleet.main_pid("decode1", UNIT)
-    first = Controller(fleet, playbook)
+    first = Controller(fleet, playbook, *more)
     first.until(f"decode1 | {step}: ")
     first.kill()
-    second = Controller(fleet, playbook)
+    second = Controller(fleet, playbook, *more)
     second.until("plan | decode1: ")
-    attaches = "as wanted" not in second.lines[-1]
-    if attaches:
-        second.until("decode1 | attached to the running transaction")
-        kill(ssh_processes(fleet))
+    second.until("decode1 | attached to the running transaction")
+    kill(ssh_processes(fleet))
     assert second.end() == 0, second.output
     after = fleet.main_pid("decode1", UNIT)
     assert after not in (0, before)
     # The transaction that was followed is the first one's: there was one restart.
-    assert ("decode1: applied" if attaches else "decode1: unchanged") in second.output
+    assert "decode1: applied" in second.output
     tx = fleet.run("decode1", ["sh", "-c", "ls -d /var/lib/dsv4/tx/*/ | tail -n 1"]).out.strip()
     assert f'"step": "{step}"' in fleet.read("decode1", f"{tx}journal.jsonl")
-    if step in ("stage", "drain", "switch", "stop", "start"):
-        assert attaches, "the transaction was over before the next run saw it: nothing was shown"
 
 
 def test_a_broken_connection_is_made_anew_and_the_same_run_ends_well(fleet: FaultFleet, playbooks: Iterator[str]) -> None:

@@ -292,7 +292,11 @@ def without_router(story: FaultFleet, killed: Killed) -> Iterator[Outcome]:
     del killed
 
     def lose() -> None:
-        operate.wait_until(lambda: "decode1" not in operate.admitted(story), "decode1 drained")
+        began = '"step": "start", "event": "begin"'
+        operate.wait_until(
+            lambda: bool(operate.transaction(story, "decode1")) and began in operate.journal(story, "decode1"),
+            "decode1 drained and started anew",
+        )
         story.run("router1", ["systemctl", "stop", "sglang-router.service"])
 
     thread = threading.Thread(target=lose)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults import operate
 from tests.faults.agent.hand import Hand
 from tests.local.fleet import Fleet
 from tests.local.podman import podman
@@ -220,8 +221,10 @@ def test_an_orphan_that_keeps_the_port_ends_drained_and_nothing_is_started(hand:
     serves(hand, proved["state"])
 
 
-def test_a_unit_of_another_name_is_switched_restarted_and_rolled_back(hand: Hand) -> None:
-    hand.fleet.reset(HOST)
+@pytest.fixture
+def renamed(hand: Hand) -> Iterator[Hand]:
+    """A hand-made worker whose unit has another name; it has its own again afterwards."""
+    operate.hand_made(hand.fleet, [HOST])
     hand.sh(
         f"cd /etc/systemd/system; systemctl disable {hand.unit}; systemctl stop --no-block {hand.unit}; "
         f"while systemctl show -P MainPID {hand.unit} | grep -qv '^0$'; do sleep 0.2; done; sleep 1; "
@@ -232,10 +235,18 @@ def test_a_unit_of_another_name_is_switched_restarted_and_rolled_back(hand: Hand
     deadline = time.monotonic() + WAIT_S
     while other.inspect()["health"]["status"] != 200:
         assert time.monotonic() < deadline
+    yield other
+    operate.disable(hand.fleet, HOST, other.unit)
+    hand.sh("rm /etc/systemd/system/llm@b.service; systemctl daemon-reload")
+    operate.hand_made(hand.fleet, [HOST])
+
+
+def test_a_unit_of_another_name_is_switched_restarted_and_rolled_back(renamed: Hand) -> None:
+    other = renamed
     target = other.target(other.inspect(), {})
     assert other.change(target)["end_state"] == "applied"
     assert other.live() == target["state"]
-    hand.fleet.fault(HOST, {"crash_at_start": {"when_env": {"SGLANG_DSV4_GE_DIFF": "1"}}})
+    other.fleet.fault(HOST, {"crash_at_start": {"when_env": {"SGLANG_DSV4_GE_DIFF": "1"}}})
     result = other.change(other.target(other.inspect(), {"SGLANG_DSV4_GE_DIFF": True}))
     assert result["end_state"] == "rolled_back", result
     serves(other, target["state"])
