@@ -1,0 +1,197 @@
+"""What is wrong with an answer, if anything.
+
+hard: no healthy model writes this; it counts at once. soft: a healthy model errs like this now and then; it counts
+only as excess. failed: no answer, so never clean. The text is looked at as a whole, never chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jsonschema import Draft202012Validator
+
+from dsv4_fleet.stress.answer import Answer
+from dsv4_fleet.stress.scripts import NONCE, SCHEMAS, Expected, is_whole
+
+CLEAN: Final = "clean"
+HARD: Final = "hard"
+SOFT: Final = "soft"
+FAILED: Final = "failed"
+
+MARKUP: Final = re.compile(
+    r"</?\s*[|｜]?\s*(?:DSML\s*[|｜]\s*)?(?:tool[_▁ ]?calls?|tool[_▁ ]?sep|function[_▁ ]?calls?|invoke|parameter|function=)"
+    r"|[|｜]DSML[|｜]|\[TOOL_CALLS\]", re.IGNORECASE)
+LOOP: Final = re.compile(r"(.{1,8}?)\1{30,}", re.DOTALL)
+TYPOGRAPHY: Final = frozenset("“”‘’–—…•·×°→✓\u00a0")
+VALIDATORS: Final = {name: Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`detail` says where or what; `parser`: the model's text was right and the server read it wrongly."""
+
+    level: str
+    kind: str = ""
+    detail: str = ""
+    parser: bool = False
+
+    @property
+    def signature(self) -> tuple[str, str, str]:
+        """Two answers with one signature show the same error."""
+        return self.level, self.kind, self.detail
+
+
+def classify(answer: Answer, expected: Expected, owners: Mapping[str, str], mine: str) -> Finding:
+    """Class of an answer; `owners` maps each nonce of the run to its session, of which `mine` is this one."""
+    text = answer.text
+    if found := _foreign(text, owners, mine) or _garbled(answer, expected):
+        return found
+    if answer.failed:
+        return Finding(FAILED, answer.failed)
+    if found := _broken_calls(answer, expected):
+        return found
+    if expected.name is None:
+        return _text(answer, expected)
+    return _call(answer, expected)
+
+
+def _foreign(text: str, owners: Mapping[str, str], mine: str) -> Finding | None:
+    for nonce in NONCE.findall(text):
+        owner = owners.get(nonce)
+        if owner is not None and owner != mine:
+            return Finding(HARD, "foreign nonce", f"{nonce} of {owner}")
+        # A whole nonce that nobody has now comes from an earlier run: a leak too.
+        if owner is None and is_whole(nonce):
+            return Finding(HARD, "foreign nonce", f"{nonce} of no session of this run")
+    return None
+
+
+def _garbled(answer: Answer, expected: Expected) -> Finding | None:
+    copied = "\n".join(call.arguments for call in answer.calls)
+    if expected.name is None:
+        copied += answer.content
+    known, strange = expected.alphabet | TYPOGRAPHY, ""
+    scripts = {_script(char) for char in known} | {"LATIN"}
+    for char in copied:
+        if ord(char) < 128 or char in known:
+            strange = ""
+            continue
+        strange += char
+        # One variant of a known letter may be a model's slip; two in a row, or another script, are not.
+        if len(strange) > 1 or _script(char) not in scripts:
+            return Finding(HARD, "garbled", f"U+{ord(strange[0]):04X}")
+    text = answer.text
+    for char in text:
+        if char == "\ufffd" or (unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") and char not in "\n\r\t"):
+            return Finding(HARD, "garbled", f"U+{ord(char):04X}")
+    foreign = {_script(char) for char in answer.content if ord(char) >= 128 and char.isalpha()} - scripts
+    if len(foreign) > 2:
+        return Finding(HARD, "garbled", "scripts " + " ".join(sorted(foreign)))
+    if loop := LOOP.search(text):
+        return Finding(HARD, "garbled", f"{loop.group(1)!r} over and over")
+    return None
+
+
+def _script(char: str) -> str:
+    """A character's script as its name begins; its category where it is no letter."""
+    return unicodedata.name(char, "NONE").split()[0] if char.isalpha() else unicodedata.category(char)
+
+
+def _broken_calls(answer: Answer, expected: Expected) -> Finding | None:
+    if MARKUP.search(answer.content) and not (answer.calls and answer.finish == "tool_calls"):
+        return Finding(HARD, "raw markup", parser=_all_there(answer.content, expected))
+    cut = answer.finish == "length"
+    for number, call in enumerate(answer.calls):
+        values, rest = _values(call.arguments)
+        if len(values) > 1:
+            return Finding(HARD, "glued call", f"call {number}", parser=values[0] == expected.arguments)
+        if not call.name:
+            return Finding(HARD, "null call", f"call {number}")
+        if rest or not values:
+            if cut:
+                return Finding(SOFT, "cut off", f"call {number}")
+            return Finding(HARD, "malformed JSON", f"call {number}")
+    return Finding(SOFT, "cut off") if cut else None
+
+
+def _all_there(text: str, expected: Expected) -> bool:
+    """Whether the raw text holds the tool's name and every nonce of the right arguments, in their order."""
+    if expected.name is None or expected.name not in text:
+        return False
+    wanted = NONCE.findall(json.dumps(expected.arguments, ensure_ascii=False))
+    return NONCE.findall(text) == wanted
+
+
+def _values(text: str) -> tuple[list[Any], str]:
+    """The JSON values that the text is made of, and what is left that is none. NaN and doubled keys are no JSON."""
+    decoder = json.JSONDecoder(object_pairs_hook=_once, parse_constant=_refuse)
+    values: list[Any] = []
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except ValueError:
+            break
+        values.append(value)
+        rest = rest[end:].lstrip()
+    return values, rest
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a doubled key")
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _text(answer: Answer, expected: Expected) -> Finding:
+    if answer.calls:
+        return Finding(SOFT, "unwanted call", answer.calls[0].name or "")
+    if expected.text in answer.content:
+        return Finding(CLEAN)
+    return Finding(SOFT, "wrong text")
+
+
+def _call(answer: Answer, expected: Expected) -> Finding:
+    if not answer.calls:
+        return Finding(SOFT, "missing call")
+    if len(answer.calls) > 1:
+        return Finding(SOFT, "more calls", str(len(answer.calls)))
+    call = answer.calls[0]
+    if call.name != expected.name:
+        return Finding(SOFT, "wrong tool", str(call.name))
+    value = _values(call.arguments)[0][0]
+    if error := next(iter(VALIDATORS[call.name].iter_errors(value)), None):
+        return Finding(SOFT, "wrong arguments", f"{error.json_path} against the schema")
+    if differences := sorted(_differences(value, expected.arguments, "$")):
+        return Finding(SOFT, "wrong arguments", " ".join(differences))
+    if MARKUP.search(answer.content):
+        return Finding(SOFT, "markup beside the call", parser=True)
+    if answer.finish != "tool_calls":
+        return Finding(SOFT, "wrong finish reason", str(answer.finish), parser=True)
+    return Finding(CLEAN)
+
+
+def _differences(value: Any, wanted: Any, path: str) -> list[str]:
+    """Paths at which two JSON values differ; 1 and 1.0 are one number, true is none."""
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        keys = value.keys() | wanted.keys()
+        return [found for key in keys for found in (
+            _differences(value[key], wanted[key], f"{path}.{key}") if key in value and key in wanted
+            else [f"{path}.{key}"])]
+    if isinstance(value, list) and isinstance(wanted, list):
+        if len(value) != len(wanted):
+            return [f"{path} (length)"]
+        return [found for at, (one, other) in enumerate(zip(value, wanted, strict=True))
+                for found in _differences(one, other, f"{path}[{at}]")]
+    same = value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+    return [] if same else [path]
