@@ -56,7 +56,11 @@ class Bar:
         return count >= _slack(self.least or 0.0, waves, up=False)
 
     def text(self) -> str:
-        return (f"at most {self.most:.1%}" if self.most else "none") if self.safety else f"at least {self.least:.1%}"
+        return (
+            (f"at most {self.most:.1%}" if self.most else "none")
+            if self.safety
+            else f"at least {self.least:.1%}"
+        )
 
 
 def _slack(bar: float, waves: int, up: bool) -> float:
@@ -108,7 +112,7 @@ def controls(workers: int) -> int:
 
 def planned(questions: Questions, workers: int) -> int:
     """Sessions of each worker that a plan takes for such a wave."""
-    return max(FEWEST_SESSIONS, sessions_needed(questions, workers, MOST_SESSIONS) or 3 * FEWEST_SESSIONS)
+    return max(FEWEST_SESSIONS, sessions_needed(questions, (workers,), MOST_SESSIONS) or 3 * FEWEST_SESSIONS)
 
 
 def simulate(cell: Cell) -> dict[str, Any]:
@@ -122,24 +126,44 @@ def simulate(cell: Cell) -> dict[str, Any]:
     hard = np.cumsum(random.binomial(looks[None, :, None], own[:, None, :]), axis=1)
     seen = np.broadcast_to(np.cumsum(looks)[None, :, None], hard.shape)
     soft = random.binomial(sessions - hard[:, -1], scenario.soft)
-    shape = Shape((sessions,) * workers, control=(sessions,) * controls(workers),
-                  reference=sessions * workers if scenario.soft else 0)
+    shape = Shape(
+        (sessions,) * workers,
+        control=(sessions,) * controls(workers),
+        reference=sessions * workers if scenario.soft else 0,
+    )
     control = _own_rates(random, scenario.control, icc, (waves, len(shape.control)))
     none: Ints = np.zeros((waves, 0), dtype=np.int64)
     rules = rules_for(questions, shape, sessions)
-    decisions = decide(rules, Evidence(
-        hard=hard, seen=seen, against=hard[:, -1] + soft, soft=soft, complete=np.ones(waves, dtype=bool),
-        earlier_hard=none, earlier_against=none,
-        control_hard=random.binomial(sessions, control).sum(axis=1),
-        reference_soft=random.binomial(shape.reference, scenario.soft, waves),
-    ))
+    decisions = decide(
+        rules,
+        Evidence(
+            hard=hard,
+            seen=seen,
+            against=hard[:, -1] + soft,
+            soft=soft,
+            complete=np.ones(waves, dtype=bool),
+            earlier_hard=none,
+            earlier_against=none,
+            control_hard=random.binomial(sessions, control).sum(axis=1),
+            reference_soft=random.binomial(shape.reference, scenario.soft, waves),
+        ),
+    )
     return {
-        "scenario": scenario.name, "rate": scenario.rate, "icc": questions.icc, "workers": workers,
-        "sessions": sessions, "controls": len(shape.control), "reachable": rules.reachable, "waves": waves,
-        "pass": int((decisions.verdict == PASS).sum()), "fail": int((decisions.verdict == FAIL).sum()),
-        "different": int(decisions.different.sum()), "control_silent": int((~decisions.control_shows).sum()),
-        "median_fail_look": float(np.median(looks_of)) if len(
-            looks_of := decisions.fail_look[decisions.fail_look >= 0] + 1) else None,
+        "scenario": scenario.name,
+        "rate": scenario.rate,
+        "icc": questions.icc,
+        "workers": workers,
+        "sessions": sessions,
+        "controls": len(shape.control),
+        "reachable": rules.reachable,
+        "waves": waves,
+        "pass": int((decisions.verdict == PASS).sum()),
+        "fail": int((decisions.verdict == FAIL).sum()),
+        "different": int(decisions.different.sum()),
+        "control_silent": int((~decisions.control_shows).sum()),
+        "median_fail_look": float(np.median(looks_of))
+        if len(looks_of := decisions.fail_look[decisions.fail_look >= 0] + 1)
+        else None,
     }
 
 
@@ -155,12 +179,22 @@ def cells(questions: Questions, waves: int, seed: int) -> Iterator[Cell]:
     for at, scenario in enumerate(scenarios(questions)):
         for icc in ICCS:
             for workers in WORKERS:
-                yield Cell(dataclasses.replace(questions, icc=icc), workers, scenario, waves,
-                           (seed, at, round(icc * 1000), workers))
+                yield Cell(
+                    dataclasses.replace(questions, icc=icc),
+                    workers,
+                    scenario,
+                    waves,
+                    (seed, at, round(icc * 1000), workers),
+                )
 
 
-def certify(questions: Questions, waves: int, seed: int, processes: int,
-            progress: Callable[[dict[str, Any]], None] = lambda row: None) -> dict[str, Any]:
+def certify(
+    questions: Questions,
+    waves: int,
+    seed: int,
+    processes: int,
+    progress: Callable[[dict[str, Any]], object] = lambda row: None,
+) -> dict[str, Any]:
     """Simulate all cells; the certificate says what was asked, of which code, and how each bar came out."""
     rows = []
     with ProcessPoolExecutor(processes) as pool:
@@ -172,7 +206,9 @@ def certify(questions: Questions, waves: int, seed: int, processes: int,
         "format": 1,
         "code": code_digest(),
         "questions": {name: value for name, value in dataclasses.asdict(questions).items() if name != "icc"},
-        "iccs": list(ICCS), "waves": waves, "seed": seed,
+        "iccs": list(ICCS),
+        "waves": waves,
+        "seed": seed,
         "certified": all(bar["met"] or bar["waived"] for row in rows for bar in row["bars"]),
         "rows": rows,
     }
@@ -188,7 +224,9 @@ def _judged(bar: Bar, row: dict[str, Any]) -> dict[str, Any]:
 def code_digest() -> str:
     """sha256 over the modules that a verdict is computed by."""
     package = resources.files("dsv4_fleet.judge")
-    text = "".join(package.joinpath(name).read_text(encoding="utf-8") for name in ("statistics.py", "decide.py"))
+    text = "".join(
+        package.joinpath(name).read_text(encoding="utf-8") for name in ("statistics.py", "decide.py")
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -221,22 +259,29 @@ def objection(certificate: dict[str, Any] | None, questions: Questions) -> str |
         if name != "waves" and value != asked[name]:
             return f"found a certificate for {name} {value}, expected {asked[name]} as planned; certify with the plan"
     if questions.icc not in certificate["iccs"]:
-        return f"found a certificate for correlations {certificate['iccs']}, expected {questions.icc} among them"
+        return (
+            f"found a certificate for correlations {certificate['iccs']}, expected {questions.icc} among them"
+        )
     return None
 
 
 def table(certificate: dict[str, Any]) -> str:
     """The certificate as Markdown: one row for each scenario and correlation, wave sizes side by side."""
-    lines = ["| truth | correlation | " + " | ".join(f"{workers} a wave" for workers in WORKERS) + " |",
-             "|---|---|" + "---|" * len(WORKERS)]
+    lines = [
+        "| truth | correlation | " + " | ".join(f"{workers} a wave" for workers in WORKERS) + " |",
+        "|---|---|" + "---|" * len(WORKERS),
+    ]
     rows = certificate["rows"]
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         for icc in certificate["iccs"]:
             found = [row for row in rows if row["scenario"] == scenario and row["icc"] == icc]
             title = {"same": "A/A, both arms", "honest": "0 %, soft errors"}.get(scenario, "")
             rate = found[0]["rate"] if scenario != "honest" else certificate["questions"]["allowed"] * 1.5
-            lines.append(f"| {title} {rate:.3g} | {icc:g} | ".replace("|  ", "| ")
-                         + " | ".join(_entry(row) for row in found) + " |")
+            lines.append(
+                f"| {title} {rate:.3g} | {icc:g} | ".replace("|  ", "| ")
+                + " | ".join(_entry(row) for row in found)
+                + " |"
+            )
     return "\n".join(lines) + "\n"
 
 

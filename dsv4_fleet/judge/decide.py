@@ -36,7 +36,9 @@ NEAR: Final = 3  # times the allowed rate: what a PASS must hardly ever overlook
 NEAR_ERROR: Final = 0.01
 KNOWN_ERROR: Final = 1e-6
 CONTROL_ERROR: Final = 0.05
-FAIL_PARTS: Final = 4  # evidence at any look: this wave's, the pool's; at the planned exposure: all counts, soft excess
+FAIL_PARTS: Final = (
+    4  # evidence at any look: this wave's, the pool's; at the planned exposure: all counts, soft excess
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class Questions:
 
     def __post_init__(self) -> None:
         if not 0 < self.allowed < self.known < 1:
-            raise ValueError(f"found allowed {self.allowed} and known {self.known}, expected 0 < allowed < known < 1")
+            raise ValueError(
+                f"found allowed {self.allowed} and known {self.known}, expected 0 < allowed < known < 1"
+            )
         for name in ("pass_budget", "fail_budget", "difference_budget"):
             if not 0 < getattr(self, name) <= 0.1:
                 raise ValueError(f"found {name} {getattr(self, name)}, expected more than 0 and at most 0.1")
@@ -74,13 +78,19 @@ class Questions:
         return (self.allowed, self.pass_error), (near, NEAR_ERROR), (self.known, KNOWN_ERROR)
 
 
-def sessions_needed(questions: Questions, workers: int, most: int) -> int | None:
-    """Clean sessions on each of `workers` with which they alone earn a PASS; None where `most` are too few."""
+def sessions_needed(questions: Questions, waves: tuple[int, ...], most: int) -> int | None:
+    """Clean sessions on each worker that earn a PASS for every wave of these sizes, and for the pool at the end.
+
+    None where `most` are too few.
+    """
+    total, smallest, largest = sum(waves), min(waves), max(waves)
 
     def enough(sessions: int) -> bool:
-        alone = none_bad(sessions, questions.known, 0) <= questions.pass_error / workers
+        alone = none_bad(sessions, questions.known, 0) <= questions.pass_error / largest
         return alone and all(
-            none_bad(sessions, rate, questions.icc) ** workers <= error for rate, error in questions.excluded
+            none_bad(sessions, rate, 0) ** smallest <= error
+            and none_bad(sessions, rate, questions.icc) ** total <= error
+            for rate, error in questions.excluded
         )
 
     if not enough(most):
@@ -149,15 +159,17 @@ class Rules:
         self.wave_critical = critical_total(shape.wave, 0, questions.excluded)
         self.pool_critical = critical_total(shape.pool, questions.icc, questions.excluded)
         worker_error = questions.pass_error / len(shape.wave)
-        self.worker_critical = np.array([
-            critical_total((size,), 0, ((questions.known, worker_error),)) for size in shape.wave
-        ])
+        self.worker_critical = np.array(
+            [critical_total((size,), 0, ((questions.known, worker_error),)) for size in shape.wave]
+        )
         self.control_critical = self._control()
         self.fail_critical = self._fail()
         self.threshold = FAIL_PARTS * questions.waves / questions.fail_budget
         self.pool_threshold = FAIL_PARTS / questions.fail_budget
         null_iccs = sorted({0.0, questions.icc / 4, questions.icc})
-        self.nulls = tuple((questions.allowed * part, icc) for part in (1, 0.5, 0.25, 0.05) for icc in null_iccs)
+        self.nulls = tuple(
+            (questions.allowed * part, icc) for part in (1, 0.5, 0.25, 0.05) for icc in null_iccs
+        )
         middle = math.sqrt(questions.allowed * questions.known)
         rates = ((questions.known, 0.5), (middle, 0.25), ((middle + questions.known) / 2, 0.25))
         iccs = sorted({0.0, questions.icc})
@@ -206,19 +218,23 @@ def decide(rules: Rules, evidence: Evidence) -> Decisions:
     FAIL at any look, as soon as the evidence is there, and by an exact test at the planned exposure. PASS only for complete data, at the planned exposure, and
     only where this wave, each of its workers and the pool are clear and the control still shows the fault.
     """
-    questions, shape = rules.questions, rules.shape
+    shape = rules.shape
     joint, each = rules.evidence(evidence.hard, evidence.seen)
     together = np.stack([joint, special.logsumexp(each, axis=-1) - math.log(each.shape[-1])])
     wave = special.logsumexp(together, axis=0) - math.log(2)  # one bad worker is not outvoted by its peers
     looks = evidence.hard.shape[1]
     earlier = [
         np.broadcast_to(counts[:, None, :], (len(counts), looks, counts.shape[1]))
-        for counts in (evidence.earlier_hard, np.broadcast_to(np.array(shape.earlier, dtype=np.int64),
-                                                              evidence.earlier_hard.shape))
+        for counts in (
+            evidence.earlier_hard,
+            np.broadcast_to(np.array(shape.earlier, dtype=np.int64), evidence.earlier_hard.shape),
+        )
     ]
     if shape.earlier:
-        pool, _ = rules.evidence(np.concatenate([evidence.hard, earlier[0]], axis=-1),
-                                 np.concatenate([evidence.seen, earlier[1]], axis=-1))
+        pool, _ = rules.evidence(
+            np.concatenate([evidence.hard, earlier[0]], axis=-1),
+            np.concatenate([evidence.seen, earlier[1]], axis=-1),
+        )
     else:
         pool = joint
     failing = (wave >= math.log(rules.threshold)) | (pool >= math.log(rules.pool_threshold))
@@ -233,14 +249,14 @@ def decide(rules: Rules, evidence: Evidence) -> Decisions:
         wave_soft, pool_soft, soft_excess = _soft(rules, evidence, against, pooled)
         wave_clear |= wave_soft
         pool_clear |= pool_soft & (rules.pool_critical >= 0)
-    workers_clear = (evidence.against <= rules.worker_critical).all(axis=1)
+    workers_clear: Bools = np.all(evidence.against <= rules.worker_critical, axis=1)
     control_shows = (evidence.control_hard >= rules.control_critical) & bool(shape.control)
 
     planned = (evidence.seen[:, -1] == np.array(shape.wave)).all(axis=1)
     fail_end = planned & (evidence.hard[:, -1].sum(axis=1) >= rules.fail_critical)
 
     failed = (fail_look >= 0) | fail_end | soft_excess
-    passed = (~failed & evidence.complete & wave_clear & pool_clear & workers_clear & control_shows)
+    passed = ~failed & evidence.complete & wave_clear & pool_clear & workers_clear & control_shows
     return Decisions(
         verdict=np.where(failed, FAIL, np.where(passed, PASS, INCONCLUSIVE)),
         wave_evidence=np.exp(np.minimum(wave.max(axis=1), 700)),
@@ -268,7 +284,11 @@ def _soft(rules: Rules, evidence: Evidence, against: Ints, pooled: Ints) -> tupl
     _, most = intervals(evidence.reference_soft, reference, 0, error)
     soft, _ = intervals(evidence.soft.sum(axis=1), shape.wave, questions.icc, error)
     full = evidence.complete
-    return wave - least <= questions.allowed, pool - least <= questions.allowed, full & (soft - most > questions.allowed)
+    return (
+        wave - least <= questions.allowed,
+        pool - least <= questions.allowed,
+        full & (soft - most > questions.allowed),
+    )
 
 
 def _different(rules: Rules, evidence: Evidence) -> Bools:

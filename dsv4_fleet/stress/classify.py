@@ -23,11 +23,15 @@ HARD: Final = "hard"
 SOFT: Final = "soft"
 FAILED: Final = "failed"
 
+BAR: Final = "[|\uff5c]?"  # upstream's special tokens have a full-width bar
 MARKUP: Final = re.compile(
-    r"</?\s*[|｜]?\s*(?:DSML\s*[|｜]\s*)?(?:tool[_▁ ]?calls?|tool[_▁ ]?sep|function[_▁ ]?calls?|invoke|parameter|function=)"
-    r"|[|｜]DSML[|｜]|\[TOOL_CALLS\]", re.IGNORECASE)
+    rf"</?\s*{BAR}\s*(?:DSML\s*{BAR}\s*)?"
+    r"(?:tool[_\u2581 ]?calls?|tool[_\u2581 ]?sep|function[_\u2581 ]?calls?|invoke|parameter|function=)"
+    r"|[|\uff5c]DSML[|\uff5c]|\[TOOL_CALLS\]",
+    re.IGNORECASE,
+)
 LOOP: Final = re.compile(r"(.{1,8}?)\1{30,}", re.DOTALL)
-TYPOGRAPHY: Final = frozenset("“”‘’–—…•·×°→✓\u00a0")
+TYPOGRAPHY: Final = frozenset("\u00a0\u00b0\u00b7\u00d7\u2013\u2014\u2018\u2019\u201c\u201d\u2022\u2026\u2192\u2713")
 VALIDATORS: Final = {name: Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
 
 
@@ -87,7 +91,9 @@ def _garbled(answer: Answer, expected: Expected) -> Finding | None:
             return Finding(HARD, "garbled", f"U+{ord(strange[0]):04X}")
     text = answer.text
     for char in text:
-        if char == "\ufffd" or (unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") and char not in "\n\r\t"):
+        if char == "\ufffd" or (
+            unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") and char not in "\n\r\t"
+        ):
             return Finding(HARD, "garbled", f"U+{ord(char):04X}")
     foreign = {_script(char) for char in answer.content if ord(char) >= 128 and char.isalpha()} - scripts
     if len(foreign) > 2:
@@ -167,10 +173,10 @@ def _call(answer: Answer, expected: Expected) -> Finding:
     if len(answer.calls) > 1:
         return Finding(SOFT, "more calls", str(len(answer.calls)))
     call = answer.calls[0]
-    if call.name != expected.name:
+    if expected.name is None or call.name != expected.name:
         return Finding(SOFT, "wrong tool", str(call.name))
     value = _values(call.arguments)[0][0]
-    if error := next(iter(VALIDATORS[call.name].iter_errors(value)), None):
+    if error := next(iter(VALIDATORS[expected.name].iter_errors(value)), None):
         return Finding(SOFT, "wrong arguments", f"{error.json_path} against the schema")
     if differences := sorted(_differences(value, expected.arguments, "$")):
         return Finding(SOFT, "wrong arguments", " ".join(differences))
@@ -185,13 +191,22 @@ def _differences(value: Any, wanted: Any, path: str) -> list[str]:
     """Paths at which two JSON values differ; 1 and 1.0 are one number, true is none."""
     if isinstance(value, dict) and isinstance(wanted, dict):
         keys = value.keys() | wanted.keys()
-        return [found for key in keys for found in (
-            _differences(value[key], wanted[key], f"{path}.{key}") if key in value and key in wanted
-            else [f"{path}.{key}"])]
+        return [
+            found
+            for key in keys
+            for found in (
+                _differences(value[key], wanted[key], f"{path}.{key}")
+                if key in value and key in wanted
+                else [f"{path}.{key}"]
+            )
+        ]
     if isinstance(value, list) and isinstance(wanted, list):
         if len(value) != len(wanted):
             return [f"{path} (length)"]
-        return [found for at, (one, other) in enumerate(zip(value, wanted, strict=True))
-                for found in _differences(one, other, f"{path}[{at}]")]
+        return [
+            found
+            for at, (one, other) in enumerate(zip(value, wanted, strict=True))
+            for found in _differences(one, other, f"{path}[{at}]")
+        ]
     same = value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
     return [] if same else [path]

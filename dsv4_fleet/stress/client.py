@@ -15,7 +15,11 @@ import aiohttp
 from dsv4_fleet.stress.answer import Answer, Assembler
 
 API_KEY = "DSV4_API_KEY"  # environment variable with the workers' key
-VOLATILE = ("internal_states", "timestamp", "startup_time")  # of /server_info: what changes while nothing changes
+VOLATILE = (
+    "internal_states",
+    "timestamp",
+    "startup_time",
+)  # of /server_info: what changes while nothing changes
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ class Client:
     def __init__(self, api_key: str | None, timeout_s: float) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
-        self.http = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self.http = aiohttp.ClientSession(
+            headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        )
         self.timeout_s = timeout_s
         self.rooms = random.SystemRandom()
 
@@ -92,8 +98,12 @@ class Client:
         try:
             if target.prefills:
                 prefill = target.prefills[target.sent % len(target.prefills)]
-                body = {**body, "bootstrap_host": prefill.host, "bootstrap_port": prefill.bootstrap_port,
-                        "bootstrap_room": self.rooms.getrandbits(62)}
+                body = {
+                    **body,
+                    "bootstrap_host": prefill.host,
+                    "bootstrap_port": prefill.bootstrap_port,
+                    "bootstrap_room": self.rooms.getrandbits(62),
+                }
                 beside = asyncio.create_task(self._post(f"{prefill.url}/v1/chat/completions", body, None))
             await self._post(f"{target.url}/v1/chat/completions", body, assembler)
             if beside:
@@ -138,8 +148,10 @@ class Client:
         """The name of the served model; RuntimeError where it cannot be had."""
         models = await self._json(f"{target.url}/v1/models")
         if not models:
-            raise RuntimeError(f"found no answer with 200 from {target.url}/v1/models, expected the served model; "
-                               f"see whether {target.name} is up and {API_KEY} is its key")
+            raise RuntimeError(
+                f"found no answer with 200 from {target.url}/v1/models, expected the served model; "
+                f"see whether {target.name} is up and {API_KEY} is its key"
+            )
         return str(models["data"][0]["id"])
 
     async def flush(self, target: Target) -> bool:
@@ -161,7 +173,9 @@ class Client:
         if not value:
             return None
         loads = value["loads"]
-        return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
+        return sum(load["num_running_reqs"] for load in loads), sum(
+            load["num_waiting_reqs"] for load in loads
+        )
 
     async def identity(self, target: Target) -> dict[str, Any]:
         """What tells a changed or restarted server: digest of its settings, version, requests since it started."""
@@ -174,7 +188,10 @@ class Client:
             found["version"] = info.get("version")
         metrics = await self._small("GET", f"{target.url}/metrics")
         if metrics and metrics[0] == 200:
-            counters = [float(line.rpartition(b" ")[2]) for line in metrics[1].splitlines()
-                        if line.startswith(b"sglang:num_requests_total")]
+            counters = [
+                float(line.rpartition(b" ")[2])
+                for line in metrics[1].splitlines()
+                if line.startswith(b"sglang:num_requests_total")
+            ]
             found["requests"] = int(sum(counters)) if counters else None
         return found

@@ -19,27 +19,64 @@ from dsv4_fleet.stress.run import Options, Stress
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("stress", help="run tool-call conversations and count corrupted ones",
-                                 description=__doc__)
+    parser = commands.add_parser(
+        "stress", help="run tool-call conversations and count corrupted ones", description=__doc__
+    )
     defaults = Options()
     target = parser.add_argument_group("what to send to, each repeatable")
-    target.add_argument("--worker", action="append", default=[], metavar="NAME=URL", help="a worker of the treatment arm")
-    target.add_argument("--control", action="append", default=[], metavar="NAME=URL", help="a worker with the old state")
-    target.add_argument("--reference", action="append", default=[], metavar="NAME=URL",
-                        help="a worker that is known to be clean, for the rate of honest soft errors")
-    target.add_argument("--router", metavar="URL", help="a router instead: which worker answered is then unknown")
-    target.add_argument("--watch", action="append", default=[], metavar="URL", help="a worker behind the router")
-    target.add_argument("--prefill", action="append", default=[], metavar="URL,BOOTSTRAP_PORT",
-                        help="a prefill worker; the workers named above are then decode workers")
-    parser.add_argument("--sessions", type=int, default=defaults.sessions, help="on each worker (default %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=defaults.concurrency,
-                        help="sessions open together on each worker (default %(default)s)")
-    parser.add_argument("--turns", type=int, default=defaults.turns, help="tool calls in a session (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of every script (default %(default)s)")
-    parser.add_argument("--timeout", type=float, default=defaults.timeout_s, metavar="SECONDS", help="of one request")
-    parser.add_argument("--only", type=int, metavar="INDEX", help="run this one session alone, with its own nonces")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="the judge's plan: its sessions, concurrency and seed")
-    parser.add_argument("--facts", type=Path, metavar="FILE", help="what the hosts say of the workers, before the run")
+    target.add_argument(
+        "--worker", action="append", default=[], metavar="NAME=URL", help="a worker of the treatment arm"
+    )
+    target.add_argument(
+        "--control", action="append", default=[], metavar="NAME=URL", help="a worker with the old state"
+    )
+    target.add_argument(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="a worker that is known to be clean, for the rate of honest soft errors",
+    )
+    target.add_argument(
+        "--router", metavar="URL", help="a router instead: which worker answered is then unknown"
+    )
+    target.add_argument(
+        "--watch", action="append", default=[], metavar="URL", help="a worker behind the router"
+    )
+    target.add_argument(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL,BOOTSTRAP_PORT",
+        help="a prefill worker; the workers named above are then decode workers",
+    )
+    parser.add_argument(
+        "--sessions", type=int, default=defaults.sessions, help="on each worker (default %(default)s)"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=defaults.concurrency,
+        help="sessions open together on each worker (default %(default)s)",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=defaults.turns, help="tool calls in a session (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, help="of every script (default %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=defaults.timeout_s, metavar="SECONDS", help="of one request"
+    )
+    parser.add_argument(
+        "--only", type=int, metavar="INDEX", help="run this one session alone, with its own nonces"
+    )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="the judge's plan: its sessions, concurrency and seed"
+    )
+    parser.add_argument(
+        "--facts", type=Path, metavar="FILE", help="what the hosts say of the workers, before the run"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="where the result goes")
     parser.set_defaults(run=run)
 
@@ -69,15 +106,29 @@ async def _run(targets: list[Target], options: Options) -> dict[str, Any]:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    options = Options(sessions=arguments.sessions, concurrency=arguments.concurrency, turns=arguments.turns,
-                      seed=arguments.seed, timeout_s=arguments.timeout, only=arguments.only)
+    options = Options(
+        sessions=arguments.sessions,
+        concurrency=arguments.concurrency,
+        turns=arguments.turns,
+        seed=arguments.seed,
+        timeout_s=arguments.timeout,
+        only=arguments.only,
+    )
     if arguments.plan:
         plan = json.loads(arguments.plan.read_text(encoding="utf-8"))
         exposure = plan["exposure"]
-        options = dataclasses.replace(options, sessions=exposure["sessions"], concurrency=exposure["concurrency"],
-                                      turns=exposure["turns"], seed=plan["seed"], plan=plan["hash"])
+        options = dataclasses.replace(
+            options,
+            sessions=exposure["sessions"],
+            concurrency=exposure["concurrency"],
+            turns=exposure["turns"],
+            seed=plan["seed"],
+            plan=plan["hash"],
+        )
     if arguments.facts:
-        options = dataclasses.replace(options, facts=json.loads(arguments.facts.read_text(encoding="utf-8"))["workers"])
+        options = dataclasses.replace(
+            options, facts=json.loads(arguments.facts.read_text(encoding="utf-8"))["workers"]
+        )
     for name in ("sessions", "concurrency", "turns"):
         if getattr(options, name) < 1:
             raise ValueError(f"found {name} {getattr(options, name)}, expected at least 1")
@@ -86,10 +137,19 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _targets(arguments: argparse.Namespace) -> list[Target]:
     prefills = tuple(_prefill(text) for text in arguments.prefill)
-    named = [(arm, text) for arm, texts in (("treatment", arguments.worker), ("control", arguments.control),
-                                            ("reference", arguments.reference)) for text in texts]
+    named = [
+        (arm, text)
+        for arm, texts in (
+            ("treatment", arguments.worker),
+            ("control", arguments.control),
+            ("reference", arguments.reference),
+        )
+        for text in texts
+    ]
     if bool(named) == bool(arguments.router):
-        raise ValueError("found both workers and a router, or neither; expected one: name --worker, or --router")
+        raise ValueError(
+            "found both workers and a router, or neither; expected one: name --worker, or --router"
+        )
     if arguments.router:
         return [Target("router", arguments.router.rstrip("/"), direct=False, watched=tuple(arguments.watch))]
     targets = []
@@ -99,7 +159,9 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
             raise ValueError(f"found {text!r}, expected NAME=URL such as decode1=http://192.0.2.1:30002")
         targets.append(Target(name, url.rstrip("/"), arm, prefills=prefills))
     if len({target.name for target in targets}) < len(targets):
-        raise ValueError(f"found a name twice in {[target.name for target in targets]}, expected each worker once")
+        raise ValueError(
+            f"found a name twice in {[target.name for target in targets]}, expected each worker once"
+        )
     return targets
 
 
@@ -118,8 +180,10 @@ def summary(result: dict[str, Any]) -> str:
         kinds = ", ".join(f"{level} {levels.count(level)}" for level in ("hard", "soft", "model", "failed"))
         rate = f"{levels.count('hard') / len(levels):.1%}" if levels else "no session"
         peak = worker["peak"]
-        lines.append(f"{name} ({worker['arm']}): {rate} corrupted of {len(levels)} sessions; {kinds}; at once: "
-                     f"{peak['client_sessions']} sessions here, {peak['running']} requests there")
+        lines.append(
+            f"{name} ({worker['arm']}): {rate} corrupted of {len(levels)} sessions; {kinds}; at once: "
+            f"{peak['client_sessions']} sessions here, {peak['running']} requests there"
+        )
     if per_million := result["rates"]["hard_per_million_tokens"]:
         lines.append(f"{per_million:.3g} corrupted sessions per million tokens")
     if result["interrupted"]:

@@ -89,14 +89,24 @@ class Stress:
             self.models[target.name] = await self.client.model(target)
             target.before = await self.client.identity(target)
             target.flushed = await self.client.flush(target)
-        work = {target.name: [session(self.options.seed, target.name, index, self.options.turns)
-                              for index in self._indices()] for target in self.targets}
+        work = {
+            target.name: [
+                session(self.options.seed, target.name, index, self.options.turns)
+                for index in self._indices()
+            ]
+            for target in self.targets
+        }
         self.owners = {nonce: item.name for items in work.values() for item in items for nonce in item.nonces}
         watch = asyncio.create_task(self._watch())
         # All tasks of a target share one iterator: scripts start in their order, each once.
         todo = {name: iter(items) for name, items in work.items()}
-        await self._until_stopped([self._sessions(target, todo[target.name])
-                                   for target in self.targets for _ in range(self.options.concurrency)])
+        await self._until_stopped(
+            [
+                self._sessions(target, todo[target.name])
+                for target in self.targets
+                for _ in range(self.options.concurrency)
+            ]
+        )
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         loaded = time.time()
@@ -155,8 +165,19 @@ class Stress:
                 answer = await self.client.ask(target, request(turn, self.models[target.name]))
                 finding = classify(answer, turn.expected, self.owners, item.name)
                 raw = b"" if finding.level == CLEAN else answer.raw
-                outcome.turns.append(TurnOutcome(number, finding, raw, turn.stream, turn.long, sent, beside,
-                                                 answer.prompt_tokens, answer.completion_tokens))
+                outcome.turns.append(
+                    TurnOutcome(
+                        number,
+                        finding,
+                        raw,
+                        turn.stream,
+                        turn.long,
+                        sent,
+                        beside,
+                        answer.prompt_tokens,
+                        answer.completion_tokens,
+                    )
+                )
             finished = True
         finally:
             target.open_sessions -= 1
@@ -165,8 +186,13 @@ class Stress:
         self.outcomes.append(outcome)
         self.bar.update()
         counts = Counter(outcome.worst() for outcome in self.outcomes)
-        self.bar.set_postfix(hard=counts[HARD], soft=counts[SOFT], failed=counts[FAILED],
-                             open=sum(target.open_sessions for target in self.targets), refresh=False)
+        self.bar.set_postfix(
+            hard=counts[HARD],
+            soft=counts[SOFT],
+            failed=counts[FAILED],
+            open=sum(target.open_sessions for target in self.targets),
+            refresh=False,
+        )
 
     # ---- replays
 
@@ -175,7 +201,10 @@ class Stress:
         suspects = [outcome for outcome in self.outcomes if outcome.level in (HARD, SOFT)]
         if any(target.prefills or not target.direct for target in self.targets):
             return [suspects]
-        return [[outcome for outcome in suspects if outcome.session.worker == target.name] for target in self.targets]
+        return [
+            [outcome for outcome in suspects if outcome.session.worker == target.name]
+            for target in self.targets
+        ]
 
     async def _replays(self, suspects: list[Outcome]) -> None:
         for done, outcome in enumerate(suspects, 1):
@@ -194,8 +223,15 @@ class Stress:
                 answer = await self.client.ask(target, request(turn, self.models[target.name]))
                 finding = classify(answer, turn.expected, self.owners, outcome.session.name)
                 same += flushed and finding.signature == bad.finding.signature
-                outcome.replays.append({"turn": bad.number, "class": finding.level, "kind": finding.kind,
-                                        "detail": finding.detail, "cache_flushed": flushed})
+                outcome.replays.append(
+                    {
+                        "turn": bad.number,
+                        "class": finding.level,
+                        "kind": finding.kind,
+                        "detail": finding.detail,
+                        "cache_flushed": flushed,
+                    }
+                )
             if same < REPLAYS:
                 return
         outcome.suspect, outcome.level = outcome.level, MODEL
@@ -207,27 +243,56 @@ class Stress:
         tokens = sum(turn.completion_tokens for outcome in self.outcomes for turn in outcome.turns)
         wrong = counts[HARD]
         return {
-            "format": FORMAT, "kind": "dsv4-fleet stress", "plan": self.options.plan, "seed": self.options.seed,
-            "started": started, "ended": time.time(), "interrupted": self.stop.is_set(), "cut_sessions": self.cut,
-            "asked": {"sessions": self.options.sessions, "concurrency": self.options.concurrency,
-                      "turns": self.options.turns, "only": self.options.only},
-            "client": {"load_s": loaded - started, "processor_s": used,
-                       "peak_sessions": sum(target.peak_sessions for target in self.targets)},
+            "format": FORMAT,
+            "kind": "dsv4-fleet stress",
+            "plan": self.options.plan,
+            "seed": self.options.seed,
+            "started": started,
+            "ended": time.time(),
+            "interrupted": self.stop.is_set(),
+            "cut_sessions": self.cut,
+            "asked": {
+                "sessions": self.options.sessions,
+                "concurrency": self.options.concurrency,
+                "turns": self.options.turns,
+                "only": self.options.only,
+            },
+            "client": {
+                "load_s": loaded - started,
+                "processor_s": used,
+                "peak_sessions": sum(target.peak_sessions for target in self.targets),
+            },
             "counts": {level: counts[level] for level in (CLEAN, HARD, SOFT, MODEL, FAILED)},
-            "rates": {"hard_per_session": wrong / len(self.outcomes) if self.outcomes else None,
-                      "hard_per_million_tokens": wrong / tokens * 1e6 if tokens else None,
-                      "completion_tokens": tokens},
+            "rates": {
+                "hard_per_session": wrong / len(self.outcomes) if self.outcomes else None,
+                "hard_per_million_tokens": wrong / tokens * 1e6 if tokens else None,
+                "completion_tokens": tokens,
+            },
             "workers": {target.name: self._worker(target) for target in self.targets},
-            "sessions": [_session(outcome) for outcome in sorted(
-                self.outcomes, key=lambda outcome: (outcome.session.worker, outcome.session.index))],
+            "sessions": [
+                _session(outcome)
+                for outcome in sorted(
+                    self.outcomes, key=lambda outcome: (outcome.session.worker, outcome.session.index)
+                )
+            ],
         }
 
     def _worker(self, target: Target) -> dict[str, Any]:
         return {
-            "arm": target.arm, "url": target.url, "direct": target.direct, "declared": self.options.facts.get(target.name),
-            "before": target.before, "after": target.after, "cache_flushed": target.flushed,
-            "peak": {"client_sessions": target.peak_sessions, "client_requests": target.peak_requests,
-                     "running": target.peak_running, "waiting": target.peak_waiting, "samples": target.samples},
+            "arm": target.arm,
+            "url": target.url,
+            "direct": target.direct,
+            "declared": self.options.facts.get(target.name),
+            "before": target.before,
+            "after": target.after,
+            "cache_flushed": target.flushed,
+            "peak": {
+                "client_sessions": target.peak_sessions,
+                "client_requests": target.peak_requests,
+                "running": target.peak_running,
+                "waiting": target.peak_waiting,
+                "samples": target.samples,
+            },
             "requests": target.sent,
         }
 
@@ -235,14 +300,32 @@ class Stress:
 def _session(outcome: Outcome) -> dict[str, Any]:
     turns = outcome.turns
     return {
-        "worker": outcome.session.worker, "index": outcome.session.index, "script": outcome.session.script,
-        "started": outcome.started, "ended": outcome.ended, "class": outcome.level, "suspect": outcome.suspect,
-        "turns": [{
-            "class": turn.finding.level, "kind": turn.finding.kind, "detail": turn.finding.detail,
-            "parser": turn.finding.parser, "stream": turn.stream, "long": turn.long, "request": turn.request,
-            "beside": turn.beside, "prompt_tokens": turn.prompt_tokens, "completion_tokens": turn.completion_tokens,
-            **({} if turn.finding.level == CLEAN
-               else {"raw": turn.raw.decode("utf-8", "backslashreplace")[:RAW_SHOWN]}),
-        } for turn in turns],
+        "worker": outcome.session.worker,
+        "index": outcome.session.index,
+        "script": outcome.session.script,
+        "started": outcome.started,
+        "ended": outcome.ended,
+        "class": outcome.level,
+        "suspect": outcome.suspect,
+        "turns": [
+            {
+                "class": turn.finding.level,
+                "kind": turn.finding.kind,
+                "detail": turn.finding.detail,
+                "parser": turn.finding.parser,
+                "stream": turn.stream,
+                "long": turn.long,
+                "request": turn.request,
+                "beside": turn.beside,
+                "prompt_tokens": turn.prompt_tokens,
+                "completion_tokens": turn.completion_tokens,
+                **(
+                    {}
+                    if turn.finding.level == CLEAN
+                    else {"raw": turn.raw.decode("utf-8", "backslashreplace")[:RAW_SHOWN]}
+                ),
+            }
+            for turn in turns
+        ],
         "replays": outcome.replays,
     }

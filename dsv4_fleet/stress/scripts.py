@@ -64,29 +64,57 @@ class Session:
 
 
 def _tool(name: str, about: str, properties: dict[str, Any]) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties, "required": list(properties),
-                  "additionalProperties": False}
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 TOOLS = [
-    _tool("record_measurement", "Record what a station measured.", {
-        "station": {"type": "string"}, "place": {"type": "string"}, "value": {"type": "number"},
-        "unit": {"type": "string", "enum": ["mV", "kPa", "lux"]}, "samples": _STRINGS,
-    }),
-    _tool("book_slot", "Book a room.", {
-        "room": {"type": "string"}, "place": {"type": "string"}, "minutes": {"type": "integer"},
-        "private": {"type": "boolean"}, "guests": _STRINGS,
-    }),
-    _tool("store_note", "Store a note under a key.", {
-        "key": {"type": "string"},
-        "note": {"type": "object", "properties": {"place": {"type": "string"}, "body": {"type": "string"}},
-                 "required": ["place", "body"], "additionalProperties": False},
-        "labels": _STRINGS,
-    }),
+    _tool(
+        "record_measurement",
+        "Record what a station measured.",
+        {
+            "station": {"type": "string"},
+            "place": {"type": "string"},
+            "value": {"type": "number"},
+            "unit": {"type": "string", "enum": ["mV", "kPa", "lux"]},
+            "samples": _STRINGS,
+        },
+    ),
+    _tool(
+        "book_slot",
+        "Book a room.",
+        {
+            "room": {"type": "string"},
+            "place": {"type": "string"},
+            "minutes": {"type": "integer"},
+            "private": {"type": "boolean"},
+            "guests": _STRINGS,
+        },
+    ),
+    _tool(
+        "store_note",
+        "Store a note under a key.",
+        {
+            "key": {"type": "string"},
+            "note": {
+                "type": "object",
+                "properties": {"place": {"type": "string"}, "body": {"type": "string"}},
+                "required": ["place", "body"],
+                "additionalProperties": False,
+            },
+            "labels": _STRINGS,
+        },
+    ),
 ]
-SCHEMAS: dict[str, dict[str, Any]] = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS
+}
 
 
 def _checksum(body: str) -> str:
@@ -116,17 +144,21 @@ def session(seed: int, worker: str, index: int, turns: int = 3) -> Session:
     """The conversation of that index on that worker: `turns` calls, and for one script in four a text at the end."""
     shape = random.Random(f"{seed}\0script\0{index}")
     nonce = Nonces(seed, "nonces", worker, index)
-    messages: list[dict[str, Any]] = [{
-        "role": "system",
-        "content": f"{nonce()} is this session. Work exactly. Copy every value character by character.",
-    }]
+    messages: list[dict[str, Any]] = [
+        {
+            "role": "system",
+            "content": f"{nonce()} is this session. Work exactly. Copy every value character by character.",
+        }
+    ]
     made, outline = [], []
     for number in range(turns + (shape.random() < 0.25)):
         long, stream = shape.random() < 0.25, shape.random() < 0.7
         if number < turns:
             expected = _call(shape, nonce, LONG if long else 2)
-            text = (f"{nonce()}: call the tool {expected.name} once with exactly these arguments: "
-                    f"{json.dumps(expected.arguments, ensure_ascii=False)}")
+            text = (
+                f"{nonce()}: call the tool {expected.name} once with exactly these arguments: "
+                f"{json.dumps(expected.arguments, ensure_ascii=False)}"
+            )
         else:
             expected = Expected(None, text=" ".join(nonce() for _ in range(LONG if long else 3)))
             text = f"{nonce()}: call no tool. Repeat the following line and nothing else: {expected.text}"
@@ -140,16 +172,30 @@ def session(seed: int, worker: str, index: int, turns: int = 3) -> Session:
 
 
 def _call(shape: random.Random, nonce: Nonces, values: int) -> Expected:
-    name, place = shape.choice(list(SCHEMAS)), shape.choice(PLACES)
+    # Every text holds a nonce of its own: one that comes from another session is then known at sight.
+    name, place = shape.choice(list(SCHEMAS)), f"{shape.choice(PLACES)} {nonce()}"
     if name == "record_measurement":
-        arguments = {"station": nonce(), "place": place, "value": shape.randrange(1, 9999) / 8,
-                     "unit": shape.choice(["mV", "kPa", "lux"]), "samples": [nonce() for _ in range(values)]}
+        arguments = {
+            "station": nonce(),
+            "place": place,
+            "value": shape.randrange(1, 9999) / 8,
+            "unit": shape.choice(["mV", "kPa", "lux"]),
+            "samples": [nonce() for _ in range(values)],
+        }
     elif name == "book_slot":
-        arguments = {"room": nonce(), "place": place, "minutes": shape.randrange(5, 240),
-                     "private": shape.random() < 0.5, "guests": [nonce() for _ in range(values)]}
+        arguments = {
+            "room": nonce(),
+            "place": place,
+            "minutes": shape.randrange(5, 240),
+            "private": shape.random() < 0.5,
+            "guests": [nonce() for _ in range(values)],
+        }
     else:
-        arguments = {"key": nonce(), "note": {"place": place, "body": f"{nonce()} then {nonce()}"},
-                     "labels": [nonce() for _ in range(values)]}
+        arguments = {
+            "key": nonce(),
+            "note": {"place": place, "body": f"{nonce()} then {nonce()}"},
+            "labels": [nonce() for _ in range(values)],
+        }
     return Expected(name, arguments)
 
 
@@ -159,15 +205,26 @@ def _answered(expected: Expected, nonce: Nonces) -> list[dict[str, Any]]:
     call = f"call_{nonce()}"
     function = {"name": expected.name, "arguments": json.dumps(expected.arguments, ensure_ascii=False)}
     return [
-        {"role": "assistant", "content": None, "tool_calls": [{"id": call, "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": call, "type": "function", "function": function}],
+        },
         {"role": "tool", "tool_call_id": call, "content": json.dumps({"ok": True, "receipt": nonce()})},
     ]
 
 
 def request(turn: Turn, model: str) -> dict[str, Any]:
     """The body of the chat completion request."""
-    body: dict[str, Any] = {"model": model, "messages": turn.messages, "tools": TOOLS, "tool_choice": "auto",
-                            "temperature": 0, "max_tokens": turn.most_tokens, "stream": turn.stream}
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": turn.messages,
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "temperature": 0,
+        "max_tokens": turn.most_tokens,
+        "stream": turn.stream,
+    }
     if turn.stream:
         body["stream_options"] = {"include_usage": True}
     return body
