@@ -56,11 +56,7 @@ class Bar:
         return count >= _slack(self.least or 0.0, waves, up=False)
 
     def text(self) -> str:
-        return (
-            (f"at most {self.most:.1%}" if self.most else "none")
-            if self.safety
-            else f"at least {self.least:.1%}"
-        )
+        return (f"at most {self.most:.1%}" if self.most else "none") if self.safety else f"at least {self.least:.1%}"
 
 
 def _slack(bar: float, waves: int, up: bool) -> float:
@@ -224,9 +220,7 @@ def _judged(bar: Bar, row: dict[str, Any]) -> dict[str, Any]:
 def code_digest() -> str:
     """sha256 over the modules that a verdict is computed by."""
     package = resources.files("dsv4_fleet.judge")
-    text = "".join(
-        package.joinpath(name).read_text(encoding="utf-8") for name in ("statistics.py", "decide.py")
-    )
+    text = "".join(package.joinpath(name).read_text(encoding="utf-8") for name in ("statistics.py", "decide.py"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -259,29 +253,24 @@ def objection(certificate: dict[str, Any] | None, questions: Questions) -> str |
         if name != "waves" and value != asked[name]:
             return f"found a certificate for {name} {value}, expected {asked[name]} as planned; certify with the plan"
     if questions.icc not in certificate["iccs"]:
-        return (
-            f"found a certificate for correlations {certificate['iccs']}, expected {questions.icc} among them"
-        )
+        return f"found a certificate for correlations {certificate['iccs']}, expected {questions.icc} among them"
     return None
 
 
 def table(certificate: dict[str, Any]) -> str:
     """The certificate as Markdown: one row for each scenario and correlation, wave sizes side by side."""
+    rows = certificate["rows"]
+    titles = {"same": "A/A: both arms {:.3g} %", "honest": "0 %, and honest soft errors"}
     lines = [
-        "| truth | correlation | " + " | ".join(f"{workers} a wave" for workers in WORKERS) + " |",
+        "| truth | correlation | " + " | ".join(f"{workers} in the wave" for workers in WORKERS) + " |",
         "|---|---|" + "---|" * len(WORKERS),
     ]
-    rows = certificate["rows"]
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         for icc in certificate["iccs"]:
             found = [row for row in rows if row["scenario"] == scenario and row["icc"] == icc]
-            title = {"same": "A/A, both arms", "honest": "0 %, soft errors"}.get(scenario, "")
-            rate = found[0]["rate"] if scenario != "honest" else certificate["questions"]["allowed"] * 1.5
-            lines.append(
-                f"| {title} {rate:.3g} | {icc:g} | ".replace("|  ", "| ")
-                + " | ".join(_entry(row) for row in found)
-                + " |"
-            )
+            title = titles.get(scenario, "{:.3g} %").format(100 * found[0]["rate"])
+            lines.append(f"| {title} | {icc:g} | " + " | ".join(_entry(row) for row in found) + " |")
+    lines += ["", "† too few workers for the claim: no PASS whatever the data, and the plan says so beforehand."]
     return "\n".join(lines) + "\n"
 
 
@@ -290,7 +279,12 @@ def _entry(row: dict[str, Any]) -> str:
     if row["scenario"] == "same":
         text = f"different {row['different'] / waves:.2%}"
     else:
-        text = f"PASS {row['pass'] / waves:.2%}, FAIL {row['fail'] / waves:.2%}"
+        rest = waves - row["pass"] - row["fail"]
+        text = " · ".join(
+            f"{name} {count / waves:.2%}"
+            for name, count in (("PASS", row["pass"]), ("FAIL", row["fail"]), ("INCONCLUSIVE", rest))
+            if count
+        )
     if any(not bar["met"] and not bar["waived"] for bar in row["bars"]):
         return f"**{text}: bar missed**"
-    return text if row["reachable"] else f"{text}, else INCONCLUSIVE: too few workers"
+    return text if row["reachable"] else f"{text} †"

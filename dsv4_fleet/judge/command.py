@@ -31,9 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--make-plan", type=Path, metavar="FILE", help="write down what is asked, before the data"
-    )
+    what.add_argument("--make-plan", type=Path, metavar="FILE", help="write down what is asked, before the data")
     what.add_argument("--plan", type=Path, metavar="FILE", help="judge the results by this plan")
     what.add_argument("--certify", action="store_true", help="simulate the gate and hold it against its bars")
     _plan_arguments(parser.add_argument_group("with --make-plan"))
@@ -49,9 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="results of earlier waves of this rollout, repeatable",
     )
-    group.add_argument(
-        "--after", type=Path, metavar="FILE", help="what the hosts say of the workers, after the run"
-    )
+    group.add_argument("--after", type=Path, metavar="FILE", help="what the hosts say of the workers, after the run")
     group.add_argument("--certificate", type=Path, metavar="FILE", help="instead of the one in the package")
     group.add_argument("--report", type=Path, metavar="FILE", help="the verdict as JSON")
     group.add_argument("--picture", type=Path, metavar="FILE", help="the rates as PNG")
@@ -64,16 +60,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="verdicts of earlier waves for the picture, in order",
     )
     group = parser.add_argument_group("with --certify")
-    group.add_argument(
-        "--waves", type=int, default=certify.WAVES, help="simulated of each kind (default %(default)s)"
-    )
+    group.add_argument("--waves", type=int, default=certify.WAVES, help="simulated of each kind (default %(default)s)")
     group.add_argument("--simulation-seed", type=int, default=5, help="(default %(default)s)")
-    group.add_argument(
-        "--processes", type=int, default=min(2, os.cpu_count() or 1), help="(default %(default)s)"
-    )
-    group.add_argument(
-        "--for-plan", type=Path, metavar="FILE", help="the questions of this plan, not the default ones"
-    )
+    group.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="(default %(default)s)")
+    group.add_argument("--for-plan", type=Path, metavar="FILE", help="the questions of this plan, not the default ones")
     group.add_argument("--output", type=Path, metavar="FILE", help="the certificate as JSON")
     group.add_argument("--table", type=Path, metavar="FILE", help="the certificate as a Markdown table")
     parser.set_defaults(run=run)
@@ -81,9 +71,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _plan_arguments(group: argparse._ArgumentGroup) -> None:
     asked = Questions()
-    group.add_argument(
-        "--wave-sizes", type=int, nargs="+", default=[1], metavar="N", help="workers of each wave"
-    )
+    group.add_argument("--wave-sizes", type=int, nargs="+", default=[1], metavar="N", help="workers of each wave")
     for name, text in (
         ("allowed", "rate of corrupted sessions that is allowed"),
         ("known", "rate of the known fault"),
@@ -97,9 +85,7 @@ def _plan_arguments(group: argparse._ArgumentGroup) -> None:
             default=getattr(asked, name.replace("-", "_")),
             help=f"{text} (default %(default)s)",
         )
-    group.add_argument(
-        "--sessions", type=int, help="on each worker (default: the fewest that can earn a PASS)"
-    )
+    group.add_argument("--sessions", type=int, help="on each worker (default: the fewest that can earn a PASS)")
     for item in dataclasses.fields(plans.Exposure):
         if item.name != "sessions":
             group.add_argument(
@@ -195,9 +181,7 @@ def _split(text: str, at: str) -> tuple[str, str]:
 def _judge(arguments: argparse.Namespace) -> int:
     verdict = crashed("the judge did not come to its end")
     if arguments.report:
-        write_json(
-            arguments.report, verdict
-        )  # so that no older verdict is read should this process be killed
+        write_json(arguments.report, verdict)  # so that no older verdict is read should this process be killed
     try:
         verdict = _verdict(arguments)
         if arguments.picture:
@@ -220,9 +204,7 @@ def _verdict(arguments: argparse.Namespace) -> dict[str, Any]:
     results, earlier = ([_result(path) for path in paths] for paths in (arguments.result, arguments.earlier))
     after = json.loads(arguments.after.read_text(encoding="utf-8"))["workers"] if arguments.after else None
     certificate = (
-        json.loads(arguments.certificate.read_text(encoding="utf-8"))
-        if arguments.certificate
-        else certify.shipped()
+        json.loads(arguments.certificate.read_text(encoding="utf-8")) if arguments.certificate else certify.shipped()
     )
     case = evidence.gather(plan, results, earlier, after)
     return report.judge(case, certify.objection(certificate, plan.questions))
@@ -268,9 +250,7 @@ def _certify(arguments: argparse.Namespace) -> int:
     if arguments.table:
         write_bytes(arguments.table, table.encode())
     print(table, end="")
-    missed = [
-        row for row in certificate["rows"] if any(not (bar["met"] or bar["waived"]) for bar in row["bars"])
-    ]
+    missed = [row for row in certificate["rows"] if any(not (bar["met"] or bar["waived"]) for bar in row["bars"])]
     print(
         f"certified: {len(certificate['rows'])} kinds of waves, {arguments.waves} of each"
         if certificate["certified"]

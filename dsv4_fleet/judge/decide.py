@@ -36,9 +36,7 @@ NEAR: Final = 3  # times the allowed rate: what a PASS must hardly ever overlook
 NEAR_ERROR: Final = 0.01
 KNOWN_ERROR: Final = 1e-6
 CONTROL_ERROR: Final = 0.05
-FAIL_PARTS: Final = (
-    4  # evidence at any look: this wave's, the pool's; at the planned exposure: all counts, soft excess
-)
+FAIL_PARTS: Final = 4  # evidence at any look: this wave's, the pool's; at the planned exposure: all counts, soft excess
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ class Questions:
 
     def __post_init__(self) -> None:
         if not 0 < self.allowed < self.known < 1:
-            raise ValueError(
-                f"found allowed {self.allowed} and known {self.known}, expected 0 < allowed < known < 1"
-            )
+            raise ValueError(f"found allowed {self.allowed} and known {self.known}, expected 0 < allowed < known < 1")
         for name in ("pass_budget", "fail_budget", "difference_budget"):
             if not 0 < getattr(self, name) <= 0.1:
                 raise ValueError(f"found {name} {getattr(self, name)}, expected more than 0 and at most 0.1")
@@ -133,7 +129,7 @@ class Evidence:
 
 @dataclass
 class Decisions:
-    """`verdict` holds codes; the others say why. All [S], but `evidence_*`: [S], e-values; `worker_evidence`: [S, K]."""
+    """`verdict` holds codes; the others say why. All [S], but `worker_evidence`: [S, K]. Evidence is in e-values."""
 
     verdict: Ints
     wave_evidence: Floats
@@ -167,9 +163,7 @@ class Rules:
         self.threshold = FAIL_PARTS * questions.waves / questions.fail_budget
         self.pool_threshold = FAIL_PARTS / questions.fail_budget
         null_iccs = sorted({0.0, questions.icc / 4, questions.icc})
-        self.nulls = tuple(
-            (questions.allowed * part, icc) for part in (1, 0.5, 0.25, 0.05) for icc in null_iccs
-        )
+        self.nulls = tuple((questions.allowed * part, icc) for part in (1, 0.5, 0.25, 0.05) for icc in null_iccs)
         middle = math.sqrt(questions.allowed * questions.known)
         rates = ((questions.known, 0.5), (middle, 0.25), ((middle + questions.known) / 2, 0.25))
         iccs = sorted({0.0, questions.icc})
@@ -215,28 +209,22 @@ class Rules:
 def decide(rules: Rules, evidence: Evidence) -> Decisions:
     """The verdict of each of S waves.
 
-    FAIL at any look, as soon as the evidence is there, and by an exact test at the planned exposure. PASS only for complete data, at the planned exposure, and
-    only where this wave, each of its workers and the pool are clear and the control still shows the fault.
+    FAIL at any look, as soon as the evidence is there, and by an exact test at the planned exposure. PASS only
+    for complete data, at the planned exposure, and only where this wave, each of its workers and the pool are
+    clear and the control still shows the fault.
     """
     shape = rules.shape
     joint, each = rules.evidence(evidence.hard, evidence.seen)
     together = np.stack([joint, special.logsumexp(each, axis=-1) - math.log(each.shape[-1])])
     wave = special.logsumexp(together, axis=0) - math.log(2)  # one bad worker is not outvoted by its peers
-    looks = evidence.hard.shape[1]
-    earlier = [
-        np.broadcast_to(counts[:, None, :], (len(counts), looks, counts.shape[1]))
-        for counts in (
-            evidence.earlier_hard,
-            np.broadcast_to(np.array(shape.earlier, dtype=np.int64), evidence.earlier_hard.shape),
-        )
-    ]
+    pool = joint
     if shape.earlier:
+        looks, earlier = evidence.hard.shape[1], evidence.earlier_hard[:, None, :]
+        before = np.broadcast_to(earlier, (len(earlier), looks, len(shape.earlier)))
+        seen = np.broadcast_to(np.array(shape.earlier), before.shape)
         pool, _ = rules.evidence(
-            np.concatenate([evidence.hard, earlier[0]], axis=-1),
-            np.concatenate([evidence.seen, earlier[1]], axis=-1),
+            np.concatenate([evidence.hard, before], axis=-1), np.concatenate([evidence.seen, seen], axis=-1)
         )
-    else:
-        pool = joint
     failing = (wave >= math.log(rules.threshold)) | (pool >= math.log(rules.pool_threshold))
     fail_look = np.where(failing.any(axis=1), failing.argmax(axis=1), -1)
 

@@ -164,9 +164,7 @@ def _same_plan(case: Case, results: list[dict[str, Any]]) -> None:
     plan = case.plan
     for result in results:
         if result["plan"] != plan.hash:
-            case.object(
-                "other_plan", f"found a run for plan {result['plan']}, expected {plan.hash}", void=True
-            )
+            case.object("other_plan", f"found a run for plan {result['plan']}, expected {plan.hash}", void=True)
         elif result["started"] < plan.created:
             case.object(
                 "plan_too_late",
@@ -194,9 +192,7 @@ def _once(case: Case) -> None:
         )
     for worker in (*case.treated, *case.controls, *case.earlier):
         if len({item["index"] for item in worker.sessions}) < len(worker.sessions):
-            case.object(
-                "double_session", f"found a session of {worker.name} twice, expected each once", void=True
-            )
+            case.object("double_session", f"found a session of {worker.name} twice, expected each once", void=True)
 
 
 def _complete(case: Case, worker: Worker) -> None:
@@ -206,8 +202,7 @@ def _complete(case: Case, worker: Worker) -> None:
     if len(planned) < plan.exposure.sessions:
         case.object(
             "too_few_sessions",
-            f"found {len(planned)} of the planned sessions on {worker.name}, "
-            f"expected {plan.exposure.sessions}",
+            f"found {len(planned)} of the planned sessions on {worker.name}, expected {plan.exposure.sessions}",
         )
     if worker.facts["cache_flushed"] is not True:
         case.object("cache_kept", f"found no empty cache on {worker.name} at the start, expected it flushed")
@@ -276,9 +271,7 @@ def _known_state(case: Case, worker: Worker, after: dict[str, Any], past: bool) 
         return
     _same_process(case, worker)
     if not declared:
-        case.object(
-            "state_unknown", f"found nothing about the state of {name}, expected what its host says (--facts)"
-        )
+        case.object("state_unknown", f"found nothing about the state of {name}, expected what its host says (--facts)")
         return
     if name not in after and not past:
         case.object(
@@ -300,9 +293,7 @@ def _known_state(case: Case, worker: Worker, after: dict[str, Any], past: bool) 
             "an instrument may hide the fault",
             void=True,
         )
-    if wrong := [
-        flag for flag, value in plan.expect.get(worker.arm, {}).items() if flags.get(flag) is not value
-    ]:
+    if wrong := [flag for flag, value in plan.expect.get(worker.arm, {}).items() if flags.get(flag) is not value]:
         case.object(
             "other_state",
             f"found {', '.join(wrong)} of {name} not as planned for the {worker.arm} arm",
@@ -355,18 +346,14 @@ def _controlled(case: Case) -> None:
             f"found control {', '.join(worker.name for worker in controls)}, expected {rule.worker}",
         )
     scripts = [
-        {item["index"]: item["script"] for item in worker.planned(case.plan)}
-        for worker in (*case.treated, *controls)
+        {item["index"]: item["script"] for item in worker.planned(case.plan)} for worker in (*case.treated, *controls)
     ]
     if any(one != scripts[0] for one in scripts):
         case.object(
             "unpaired",
             "found other scripts on some workers than on others, expected every worker to have the same",
         )
-    restarts = [
-        (worker, (worker.facts["declared"] or {}).get("restarted_at"))
-        for worker in (*case.treated, *controls)
-    ]
+    restarts = [(worker, (worker.facts["declared"] or {}).get("restarted_at")) for worker in (*case.treated, *controls)]
     if missing := [worker.name for worker, at in restarts if at is None or at > worker.run["started"]]:
         case.object(
             "not_restarted",

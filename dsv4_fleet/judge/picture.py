@@ -42,13 +42,9 @@ def _plot(
 ) -> bytes:
     # A heading takes a row of its own above its group.
     heads = {at: (text, colour) for at, text, colour in groups}
-    figure = Figure(
-        figsize=(9.5, 1.7 + 0.34 * (len(rows) + 1.35 * len(groups))), dpi=150, layout="constrained"
-    )
+    figure = Figure(figsize=(9.5, 1.7 + 0.34 * (len(rows) + 1.35 * len(groups))), dpi=150, layout="constrained")
     axes = figure.subplots()
-    limit = 100 * max(
-        1.25 * verdict["known"], *(1.08 * row["upper"] for _, row, _, _ in rows if row["sessions"]), 0.02
-    )
+    limit = 100 * max(1.25 * verdict["known"], *(1.08 * row["upper"] for _, row, _, _ in rows if row["sessions"]), 0.02)
     place, ticks, labels = 0.0, [], []
     for at, (label, group, colour, together) in enumerate(rows):
         if at in heads:
@@ -90,7 +86,7 @@ def _plot(
     axes.set_xlabel("corrupted sessions in %, with exact 95 % bounds on either side", fontsize=9.5)
     axes.xaxis.grid(True, color="#E6E6E6", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(length=0)
+    axes.tick_params(length=0, pad=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title(

@@ -31,9 +31,7 @@ class Exposure:
     at_worker: int = 60  # requests at once, as the worker itself says
     requests: int = 240  # since its boot: twice the number after which a fault was known to begin
     tokens: int = 10_000  # completion tokens
-    failed: int = (
-        0  # sessions without an answer, over the wave; each counts against a PASS as a corrupted one
-    )
+    failed: int = 0  # sessions without an answer, over the wave; each counts against a PASS as a corrupted one
     stratum: int = 30  # sessions of each kind: long, late, crowded, streamed, whole
     late: int = 120  # a request is late after so many
     crowded: int = 16  # requests at once
@@ -94,9 +92,7 @@ class Plan:
             rules = Rules(self.questions, Shape(wave, earlier), self.exposure.sessions)
             earlier += wave
             word = (
-                "can earn a PASS"
-                if rules.reachable
-                else "will be INCONCLUSIVE: too few workers for the claim so far"
+                "can earn a PASS" if rules.reachable else "will be INCONCLUSIVE: too few workers for the claim so far"
             )
             lines.append(f"wave {number}: {size} workers with {self.exposure.sessions} sessions each, {word}")
         return lines

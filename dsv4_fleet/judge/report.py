@@ -61,9 +61,7 @@ def judge(case: Case, objection: str | None) -> dict[str, Any]:
             worker.name: {"arm": worker.arm, **_group(plan, [worker], 0.0)}
             for worker in (*case.treated, *case.controls)
         },
-        "earlier": {
-            worker.name: {"arm": worker.arm, **_group(plan, [worker], 0.0)} for worker in case.earlier
-        },
+        "earlier": {worker.name: {"arm": worker.arm, **_group(plan, [worker], 0.0)} for worker in case.earlier},
         "evidence": {
             "wave": float(decisions.wave_evidence[0]),
             "pool": float(decisions.pool_evidence[0]),
@@ -86,10 +84,7 @@ def _group(plan: Plan, workers: list[Worker], icc: float) -> dict[str, Any]:
     hard = sum(worker.count(plan, "hard") for worker in workers)
     bad = sessions - sum(is_good(item) for worker in workers for item in worker.planned(plan))
     tokens = sum(
-        turn["completion_tokens"]
-        for worker in workers
-        for item in worker.planned(plan)
-        for turn in item["turns"]
+        turn["completion_tokens"] for worker in workers for item in worker.planned(plan) for turn in item["turns"]
     )
     group = {
         level: sum(worker.count(plan, level) for worker in workers)
@@ -200,10 +195,7 @@ def _too_few(plan: Plan, rules: Rules) -> str:
         (
             workers
             for workers in range(1, MOST_WORKERS)
-            if all(
-                none_bad(sessions, rate, questions.icc) ** workers <= error
-                for rate, error in questions.excluded
-            )
+            if all(none_bad(sessions, rate, questions.icc) ** workers <= error for rate, error in questions.excluded)
         ),
         None,
     )
@@ -211,9 +203,7 @@ def _too_few(plan: Plan, rules: Rules) -> str:
         (
             count
             for count in range(1, 100_000)
-            if all(
-                (1 - rate) ** (count * len(rules.shape.wave)) <= error for rate, error in questions.excluded
-            )
+            if all((1 - rate) ** (count * len(rules.shape.wave)) <= error for rate, error in questions.excluded)
         ),
         None,
     )
@@ -254,9 +244,7 @@ def words(verdict: dict[str, Any]) -> str:
             f"{group['model']}, failed {group['failed']}"
         )
     if verdict["wave"]["sessions"]:
-        wants = ", ".join(
-            f"{count} for {float(rate):.2%}" for rate, count in verdict["wave"]["more_sessions"].items()
-        )
+        wants = ", ".join(f"{count} for {float(rate):.2%}" for rate, count in verdict["wave"]["more_sessions"].items())
         lines.append(f"more clean sessions wanted on this wave's workers for a stronger claim: {wants}")
     for name, kinds in verdict["coverage"].items():
         lines.append(

@@ -17,9 +17,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 # Rates at which intervals for many totals are looked up; a bound is rounded outwards to one of them.
-RATES: Floats = np.concatenate(
-    [[1e-9], special.expit(np.linspace(special.logit(1e-5), special.logit(0.9999), 400))]
-)
+RATES: Floats = np.concatenate([[1e-9], special.expit(np.linspace(special.logit(1e-5), special.logit(0.9999), 400))])
 
 
 def log_pmf(sessions: int, rate: float, icc: float) -> Floats:
@@ -82,9 +80,7 @@ def lower_bound(total: int, sizes: tuple[int, ...], icc: float, error: float) ->
         return float(stats.beta.ppf(error, total, sum(sizes) - total + 1))
     if 1 - total_cdf(sizes, 1 - 1e-9, icc)[total - 1] < error:
         return 1.0 - 1e-9
-    return float(
-        optimize.brentq(lambda rate: 1 - total_cdf(sizes, rate, icc)[total - 1] - error, 1e-12, 1 - 1e-9)
-    )
+    return float(optimize.brentq(lambda rate: 1 - total_cdf(sizes, rate, icc)[total - 1] - error, 1e-12, 1 - 1e-9))
 
 
 @functools.lru_cache(maxsize=8)
@@ -107,9 +103,7 @@ def intervals(totals: Ints, sizes: tuple[int, ...], icc: float, error: float) ->
 
 def critical_total(sizes: tuple[int, ...], icc: float, errors: tuple[tuple[float, float], ...]) -> int:
     """The largest total that excludes every (rate, error) of `errors`; -1 where not even 0 does."""
-    return min(
-        int(np.searchsorted(total_cdf(sizes, rate, icc), error, side="right")) - 1 for rate, error in errors
-    )
+    return min(int(np.searchsorted(total_cdf(sizes, rate, icc), error, side="right")) - 1 for rate, error in errors)
 
 
 class Likelihood:

@@ -91,9 +91,7 @@ def _garbled(answer: Answer, expected: Expected) -> Finding | None:
             return Finding(HARD, "garbled", f"U+{ord(strange[0]):04X}")
     text = answer.text
     for char in text:
-        if char == "\ufffd" or (
-            unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") and char not in "\n\r\t"
-        ):
+        if char == "\ufffd" or (unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") and char not in "\n\r\t"):
             return Finding(HARD, "garbled", f"U+{ord(char):04X}")
     foreign = {_script(char) for char in answer.content if ord(char) >= 128 and char.isalpha()} - scripts
     if len(foreign) > 2:

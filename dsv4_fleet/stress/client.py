@@ -79,9 +79,7 @@ class Client:
     def __init__(self, api_key: str | None, timeout_s: float) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10)
-        self.http = aiohttp.ClientSession(
-            headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        )
+        self.http = aiohttp.ClientSession(headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         self.timeout_s = timeout_s
         self.rooms = random.SystemRandom()
 
@@ -173,9 +171,7 @@ class Client:
         if not value:
             return None
         loads = value["loads"]
-        return sum(load["num_running_reqs"] for load in loads), sum(
-            load["num_waiting_reqs"] for load in loads
-        )
+        return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
 
     async def identity(self, target: Target) -> dict[str, Any]:
         """What tells a changed or restarted server: digest of its settings, version, requests since it started."""

@@ -37,12 +37,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME=URL",
         help="a worker that is known to be clean, for the rate of honest soft errors",
     )
-    target.add_argument(
-        "--router", metavar="URL", help="a router instead: which worker answered is then unknown"
-    )
-    target.add_argument(
-        "--watch", action="append", default=[], metavar="URL", help="a worker behind the router"
-    )
+    target.add_argument("--router", metavar="URL", help="a router instead: which worker answered is then unknown")
+    target.add_argument("--watch", action="append", default=[], metavar="URL", help="a worker behind the router")
     target.add_argument(
         "--prefill",
         action="append",
@@ -50,9 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="URL,BOOTSTRAP_PORT",
         help="a prefill worker; the workers named above are then decode workers",
     )
-    parser.add_argument(
-        "--sessions", type=int, default=defaults.sessions, help="on each worker (default %(default)s)"
-    )
+    parser.add_argument("--sessions", type=int, default=defaults.sessions, help="on each worker (default %(default)s)")
     parser.add_argument(
         "--concurrency",
         type=int,
@@ -62,21 +56,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--turns", type=int, default=defaults.turns, help="tool calls in a session (default %(default)s)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, help="of every script (default %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=defaults.timeout_s, metavar="SECONDS", help="of one request"
-    )
-    parser.add_argument(
-        "--only", type=int, metavar="INDEX", help="run this one session alone, with its own nonces"
-    )
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of every script (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=defaults.timeout_s, metavar="SECONDS", help="of one request")
+    parser.add_argument("--only", type=int, metavar="INDEX", help="run this one session alone, with its own nonces")
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="the judge's plan: its sessions, concurrency and seed"
     )
-    parser.add_argument(
-        "--facts", type=Path, metavar="FILE", help="what the hosts say of the workers, before the run"
-    )
+    parser.add_argument("--facts", type=Path, metavar="FILE", help="what the hosts say of the workers, before the run")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="where the result goes")
     parser.set_defaults(run=run)
 
@@ -126,9 +112,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             plan=plan["hash"],
         )
     if arguments.facts:
-        options = dataclasses.replace(
-            options, facts=json.loads(arguments.facts.read_text(encoding="utf-8"))["workers"]
-        )
+        options = dataclasses.replace(options, facts=json.loads(arguments.facts.read_text(encoding="utf-8"))["workers"])
     for name in ("sessions", "concurrency", "turns"):
         if getattr(options, name) < 1:
             raise ValueError(f"found {name} {getattr(options, name)}, expected at least 1")
@@ -147,9 +131,7 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
         for text in texts
     ]
     if bool(named) == bool(arguments.router):
-        raise ValueError(
-            "found both workers and a router, or neither; expected one: name --worker, or --router"
-        )
+        raise ValueError("found both workers and a router, or neither; expected one: name --worker, or --router")
     if arguments.router:
         return [Target("router", arguments.router.rstrip("/"), direct=False, watched=tuple(arguments.watch))]
     targets = []
@@ -159,9 +141,7 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
             raise ValueError(f"found {text!r}, expected NAME=URL such as decode1=http://192.0.2.1:30002")
         targets.append(Target(name, url.rstrip("/"), arm, prefills=prefills))
     if len({target.name for target in targets}) < len(targets):
-        raise ValueError(
-            f"found a name twice in {[target.name for target in targets]}, expected each worker once"
-        )
+        raise ValueError(f"found a name twice in {[target.name for target in targets]}, expected each worker once")
     return targets
 
 

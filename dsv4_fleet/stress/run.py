@@ -91,8 +91,7 @@ class Stress:
             target.flushed = await self.client.flush(target)
         work = {
             target.name: [
-                session(self.options.seed, target.name, index, self.options.turns)
-                for index in self._indices()
+                session(self.options.seed, target.name, index, self.options.turns) for index in self._indices()
             ]
             for target in self.targets
         }
@@ -201,10 +200,7 @@ class Stress:
         suspects = [outcome for outcome in self.outcomes if outcome.level in (HARD, SOFT)]
         if any(target.prefills or not target.direct for target in self.targets):
             return [suspects]
-        return [
-            [outcome for outcome in suspects if outcome.session.worker == target.name]
-            for target in self.targets
-        ]
+        return [[outcome for outcome in suspects if outcome.session.worker == target.name] for target in self.targets]
 
     async def _replays(self, suspects: list[Outcome]) -> None:
         for done, outcome in enumerate(suspects, 1):

@@ -112,9 +112,7 @@ TOOLS = [
         },
     ),
 ]
-SCHEMAS: dict[str, dict[str, Any]] = {
-    tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS
-}
+SCHEMAS: dict[str, dict[str, Any]] = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
 def _checksum(body: str) -> str:
