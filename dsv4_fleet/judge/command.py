@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+import fastjsonschema
 from tqdm import tqdm
 
 from dsv4_fleet.files import write_bytes, write_json
@@ -212,10 +213,10 @@ def _verdict(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _result(path: Path) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if error := next(evidence.schema().iter_errors(value), None):
-        raise ValueError(
-            f"found {path} wrong at {error.json_path} ({error.message}), expected a result of dsv4-fleet stress"
-        )
+    try:
+        evidence.check()(value)
+    except fastjsonschema.JsonSchemaException as error:
+        raise ValueError(f"found {path} wrong ({error}), expected a result of dsv4-fleet stress") from error
     return value
 
 

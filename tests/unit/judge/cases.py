@@ -17,7 +17,10 @@ RESTARTED, STARTED = 5_000_000_100.0, 5_000_000_200.0
 
 
 def plan(
-    waves: tuple[int, ...] = (1,), icc: float = 0.0, sessions: int = SESSIONS, exposure: dict[str, Any] | None = None,
+    waves: tuple[int, ...] = (1,),
+    icc: float = 0.0,
+    sessions: int = SESSIONS,
+    exposure: dict[str, Any] | None = None,
     **others: Any,
 ) -> plans.Plan:
     """A plan for independent workers, made long before the runs."""
@@ -26,34 +29,61 @@ def plan(
 
 def declared(overlap: bool, **others: Any) -> dict[str, Any]:
     flags = {OVERLAP: overlap, GE_DIFF: False}
-    return {"state": f"state{overlap:d}", "release": "release", "flags": flags, "armed": [], "boot_id": "boot",
-            "main_pid": 7, "start_time": 99, "restarted_at": RESTARTED, **others}  # fmt: skip
+    return {
+        "state": f"state{overlap:d}",
+        "release": "release",
+        "flags": flags,
+        "armed": [],
+        "boot_id": "boot",
+        "main_pid": 7,
+        "start_time": 99,
+        "restarted_at": RESTARTED,
+        **others,
+    }
 
 
 def session(worker: str, index: int, level: str = "clean", **others: Any) -> dict[str, Any]:
     turn = {
-        "class": "clean", "kind": "", "detail": "", "parser": False, "stream": True, "long": index % 4 == 0,
-        "request": 3 * index + 3, "beside": 80, "prompt_tokens": 300, "completion_tokens": 60,
-    }  # fmt: skip
+        "class": "clean",
+        "kind": "",
+        "detail": "",
+        "parser": False,
+        "stream": True,
+        "long": index % 4 == 0,
+        "request": 3 * index + 3,
+        "beside": 80,
+        "prompt_tokens": 300,
+        "completion_tokens": 60,
+    }
     start = STARTED + index
     return {
-        "worker": worker, "index": index, "script": f"script{index}", "started": start, "ended": start + 5, "class": level,
-        "suspect": "unconfirmed" if level in ("hard", "soft") else "", "replays": [],
+        "worker": worker,
+        "index": index,
+        "script": f"script{index}",
+        "started": start,
+        "ended": start + 5,
+        "class": level,
+        "suspect": "unconfirmed" if level in ("hard", "soft") else "",
+        "replays": [],
         "turns": [turn, {**turn, "stream": index % 2 == 0}, {**turn, "class": "clean" if level == "model" else level}],
         **others,
-    }  # fmt: skip
+    }
 
 
 def worker(arm: str = "treatment", sessions: int = SESSIONS, **others: Any) -> dict[str, Any]:
     requests = 3 * sessions
     return {
-        "arm": arm, "url": "http://192.0.2.1:30002", "direct": True, "declared": declared(arm == "control"),
+        "arm": arm,
+        "url": "http://192.0.2.1:30002",
+        "direct": True,
+        "declared": declared(arm == "control"),
         "before": {"settings": "same", "version": "0.5.18", "requests": 10},
         "after": {"settings": "same", "version": "0.5.18", "requests": 10 + requests},
-        "cache_flushed": True, "requests": requests,
+        "cache_flushed": True,
+        "requests": requests,
         "peak": {"client_sessions": 80, "client_requests": 80, "running": 75, "waiting": 9, "samples": 100},
         **others,
-    }  # fmt: skip
+    }
 
 
 def result(the_plan: plans.Plan, bad: dict[str, dict[str, int]], sessions: int = SESSIONS) -> dict[str, Any]:
@@ -66,20 +96,28 @@ def result(the_plan: plans.Plan, bad: dict[str, dict[str, int]], sessions: int =
         at = {round((number + 0.5) * sessions / len(levels)): level for number, level in enumerate(levels)}
         all_sessions += [session(name, index, at.get(index, "clean")) for index in range(sessions)]
     return {
-        "format": 1, "kind": "dsv4-fleet stress", "plan": the_plan.hash, "seed": the_plan.seed,
-        "started": STARTED, "ended": STARTED + 900, "interrupted": False, "cut_sessions": 0,
+        "format": 1,
+        "kind": "dsv4-fleet stress",
+        "plan": the_plan.hash,
+        "seed": the_plan.seed,
+        "started": STARTED,
+        "ended": STARTED + 900,
+        "interrupted": False,
+        "cut_sessions": 0,
         "asked": {"sessions": sessions, "concurrency": 80, "turns": 3, "only": None},
         "client": {"load_s": 60.0, "processor_s": 9.0, "peak_sessions": 160},
         "counts": {level: 0 for level in ("clean", "hard", "soft", "model", "failed")},
         "rates": {"hard_per_session": 0.0, "hard_per_million_tokens": 0.0, "completion_tokens": 1},
         "workers": {name: worker(arms.get(name[:3], "treatment"), sessions) for name in bad},
         "sessions": all_sessions,
-    }  # fmt: skip
+    }
 
 
 def facts(*results: dict[str, Any]) -> dict[str, Any]:
     """What the hosts say after the runs: the same as before."""
-    return {"workers": {name: copy.deepcopy(item["declared"]) for one in results for name, item in one["workers"].items()}}
+    return {
+        "workers": {name: copy.deepcopy(item["declared"]) for one in results for name, item in one["workers"].items()}
+    }
 
 
 class Bench:
@@ -94,12 +132,20 @@ class Bench:
         return str(path)
 
     def judge(
-        self, the_plan: plans.Plan | dict[str, Any], now: list[Any], earlier: list[Any] | None = None,
-        after: dict[str, Any] | None = None, options: tuple[str, ...] = (),
+        self,
+        the_plan: plans.Plan | dict[str, Any],
+        now: list[Any],
+        earlier: list[Any] | None = None,
+        after: dict[str, Any] | None = None,
+        options: tuple[str, ...] = (),
     ) -> tuple[int, dict[str, Any]]:
         """Exit code and verdict."""
         known = [item for item in now if isinstance(item, dict)]
-        words = ["judge", "--plan", self.write("plan.json", the_plan if isinstance(the_plan, dict) else the_plan.to_json())]
+        words = [
+            "judge",
+            "--plan",
+            self.write("plan.json", the_plan if isinstance(the_plan, dict) else the_plan.to_json()),
+        ]
         for number, item in enumerate(now):
             words += ["--result", self.write(f"result{number}.json", item)]
         for number, item in enumerate(earlier or []):

@@ -111,14 +111,14 @@ def test_one_bad_worker_is_not_outvoted_by_earlier_waves() -> None:
 
 
 def test_a_wave_that_is_not_clear_is_not_cleared_by_the_pool() -> None:
-    rules, decisions = judged([3], earlier=(0,) * 20)
+    _, decisions = judged([3], earlier=(0,) * 20)
     assert decisions.pool_clear[0]
     assert not decisions.wave_clear[0]
     assert decisions.verdict[0] == INCONCLUSIVE
 
 
 def test_a_clear_wave_does_not_clear_the_pool() -> None:
-    rules, decisions = judged([0], earlier=(9,) * 3)
+    _, decisions = judged([0], earlier=(9,) * 3)
     assert decisions.wave_clear[0]
     assert not decisions.pool_clear[0]
     assert decisions.verdict[0] != PASS
@@ -131,9 +131,10 @@ def test_correlated_workers_must_be_many() -> None:
 
 
 def test_the_budget_is_the_rollouts() -> None:
-    one, three = (sessions_needed(dataclasses.replace(INDEPENDENT, waves=waves), (1,) * waves, 2000) for waves in (1, 3))
-    assert one == 321
-    assert three == 430
+    def needed(waves: int) -> int | None:
+        return sessions_needed(dataclasses.replace(INDEPENDENT, waves=waves), (1,) * waves, 2000)
+
+    assert (needed(1), needed(3)) == (321, 430)
 
 
 def test_honest_soft_errors_do_not_fail() -> None:
@@ -180,5 +181,5 @@ def test_the_evidence_is_fair_where_the_rate_is_allowed(rate: float, icc: float)
     "wrong", [{"allowed": 0.2}, {"known": 1.0}, {"pass_budget": 0.0}, {"fail_budget": 0.5}, {"icc": -0.1}, {"waves": 0}]
 )
 def test_questions_without_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="found .*, expected"):
+    with pytest.raises(ValueError, match=r"found .*, expected"):
         Questions(**wrong)  # type: ignore[arg-type]  # passed through
