@@ -15,6 +15,7 @@ import numpy as np
 
 from dsv4_fleet.judge.decide import Evidence, Shape
 from dsv4_fleet.judge.plan import Plan
+from dsv4_fleet.judge.statistics import lower_bound, upper_bound
 
 DIAGNOSTICS: Final = ("SGLANG_DSV4_IDXK_CANARY", "SGLANG_DSV4_GE_DIFF", "SGLANG_DSV4_ALIAS_AUDIT")
 IDENTITY: Final = ("state", "release", "flags", "boot_id", "main_pid", "start_time")
@@ -148,6 +149,7 @@ def gather(
         _complete(case, worker)
         _known_state(case, worker, after or {}, past=worker in before)
     _failed(case)
+    _model_errors(case)
     _controlled(case)
     _reference(case)
     if not case.treated:
@@ -330,6 +332,25 @@ def _failed(case: Case) -> None:
                 f"found {failed} failed {arm} sessions, expected at most "
                 f"{case.plan.exposure.failed} as planned; one without an answer is not clean",
             )
+
+
+def _model_errors(case: Case) -> None:
+    """A worker that stays broken errs alone too: only what the other workers' model does as well is the model's."""
+    others = [*case.controls, *case.references]
+    mine, theirs = (
+        [sum(worker.count(case.plan, "model") for worker in arm), sum(len(worker.planned(case.plan)) for worker in arm)]
+        for arm in (case.treated, others)
+    )
+    if not mine[1]:
+        return
+    least = lower_bound(mine[0], (mine[1],), 0, 0.05)
+    most = upper_bound(theirs[0], (theirs[1],), 0, 0.05) if theirs[1] else 0.0
+    if least > most:
+        case.object(
+            "model_errors",
+            f"found {mine[0]} sessions of {mine[1]} treated ones with errors that come alone too, and {theirs[0]} of "
+            f"{theirs[1]} others, expected no more: the workers may stay broken; restart them",
+        )
 
 
 def _controlled(case: Case) -> None:

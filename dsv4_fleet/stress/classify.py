@@ -30,6 +30,11 @@ MARKUP: Final = re.compile(
     r"|[|\uff5c]DSML[|\uff5c]|\[TOOL_CALLS\]",
     re.IGNORECASE,
 )
+ODD: Final = re.compile(r"[^\x00-\x7f\s]{2,}")
+EAST_ASIAN: Final = frozenset(
+    {"CJK", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "FULLWIDTH", "HALFWIDTH", "KANGXI", "HANGUL"}
+)
+SYSTEMS: Final = frozenset({"APL", "ARABIC", "ARMENIAN", "CYRILLIC", "DEVANAGARI", "GREEK", "HEBREW", "LATIN", "THAI"})
 LOOP: Final = re.compile(r"(.{1,8}?)\1{30,}", re.DOTALL)
 # What prompts hold, and what a model sets beside it by itself.
 KNOWN: Final = frozenset("".join(PLACES)) | frozenset(
@@ -96,9 +101,12 @@ def _garbled(answer: Answer, expected: Expected) -> Finding | None:
     for char in text:
         if char == "\ufffd" or (unicodedata.category(char) in ("Cc", "Co", "Cn", "Cs") and char not in "\n\r\t"):
             return Finding(HARD, "garbled", f"U+{ord(char):04X}")
-    foreign = {_script(char) for char in answer.content if ord(char) >= 128 and char.isalpha()} - scripts
-    if len(foreign) > 2:
-        return Finding(HARD, "garbled", "scripts " + " ".join(sorted(foreign)))
+    # A model may chat in another language, but it does not mix writing systems inside a word.
+    for word in ODD.findall("".join(" " if char in known else char for char in answer.content)):
+        if len(groups := {_group(char) for char in word} - {""}) > 1:
+            return Finding(HARD, "garbled", "writing systems " + " ".join(sorted(groups)))
+    if len(groups := {_group(char) for char in answer.content if char not in known} - {"", "LATIN"}) > 2:
+        return Finding(HARD, "garbled", "writing systems " + " ".join(sorted(groups)))
     if loop := LOOP.search(text):
         return Finding(HARD, "garbled", f"{loop.group(1)!r} over and over")
     return None
@@ -109,15 +117,26 @@ def _script(char: str) -> str:
     return unicodedata.name(char, "NONE").split()[0] if char.isalpha() else unicodedata.category(char)
 
 
+def _group(char: str) -> str:
+    """The writing system that a character beyond ASCII belongs to, letter or not; empty where it tells nothing."""
+    if ord(char) < 128:
+        return ""
+    first = unicodedata.name(char, "NONE").split()[0]
+    if first in EAST_ASIAN:
+        return "CJK"
+    return first if first in SYSTEMS or char.isalpha() else ""
+
+
 def _broken_calls(answer: Answer, expected: Expected) -> Finding | None:
     if MARKUP.search(answer.content) and not (answer.calls and answer.finish == "tool_calls"):
         return Finding(HARD, "raw markup", parser=_all_there(answer.content, expected))
     cut = answer.finish == "length"
-    for number, call in enumerate(answer.calls):
-        values, rest = _values(call.arguments)
+    parsed = [_values(call.arguments) for call in answer.calls]
+    for number, (values, _) in enumerate(parsed):
         if len(values) > 1:
             return Finding(HARD, "glued call", f"call {number}", parser=values[0] == expected.arguments)
-        if not call.name:
+    for number, (values, rest) in enumerate(parsed):
+        if not answer.calls[number].name:
             return Finding(HARD, "null call", f"call {number}")
         if rest or not values:
             if cut:

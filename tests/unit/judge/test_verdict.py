@@ -180,9 +180,20 @@ def test_no_result_at_all_is_inconclusive(bench: Bench) -> None:
 def test_an_error_that_the_model_makes_alone_does_not_count(bench: Bench) -> None:
     the_plan = plan()
     run = result(the_plan, CLEAN)
-    for index in range(0, 50, 10):
+    for item in run["sessions"]:
+        if item["index"] % 60 == 0 and item["class"] == "clean":
+            item.update({"class": "model", "suspect": "soft"})
+    code, verdict = bench.judge(the_plan, [run])
+    assert (code, verdict["wave"]["model"], verdict["control"]["model"]) == (0, 6, 5)
+
+
+def test_a_worker_that_errs_alone_more_than_the_others_may_be_broken_for_good(bench: Bench) -> None:
+    the_plan = plan()
+    run = result(the_plan, CLEAN)
+    for index in range(0, 300, 10):
         to_session(index, **{"class": "model", "suspect": "soft"})(run)
-    assert bench.judge(the_plan, [run])[0] == 0
+    code, verdict = bench.judge(the_plan, [run])
+    assert (code, codes(verdict)) == (2, ["model_errors"])
 
 
 @pytest.mark.parametrize("key", ["state", "release", "flags", "boot_id", "main_pid", "start_time"])

@@ -77,6 +77,7 @@ def found(answer: Answer, expected: Expected = EXPECTED) -> Finding:
 MARKUP = '<|tool_calls|><|invoke name="{name}"|>{inner}</|invoke|></|tool_calls|>'
 ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
     ("right", {"calls": [call()]}, CLEAN, ""),
+    ("right, another language", {"content": "好的,我来做。✨", "calls": [call()]}, CLEAN, ""),
     ("right, some words before it", {"content": "I will do that. 好的 ✓", "calls": [call()]}, CLEAN, ""),
     (
         "other order, other spaces",
@@ -104,6 +105,7 @@ ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
     ("control character", {"content": "so \x03", "calls": [call()]}, HARD, "garbled"),
     ("half a surrogate pair", {"content": "so \ud83d", "calls": [call()]}, HARD, "garbled"),
     ("the same for ever", {"content": "!" * 200, "finish": "length"}, HARD, "garbled"),
+    ("strange letters in the text", {"content": "⍰؟ǂ؟", "finish": "stop"}, HARD, "garbled"),
     ("many scripts in the text", {"content": "да نعم 네 ja", "calls": [call()]}, HARD, "garbled"),
     ("raw markup", {"content": MARKUP.format(name="book_slot", inner=""), "finish": "stop"}, HARD, "raw markup"),
     ("raw markup of upstream", {"content": '<\uff5cDSML\uff5cinvoke name="x">', "finish": "stop"}, HARD, "raw markup"),
@@ -111,7 +113,7 @@ ANSWERS: list[tuple[str, dict[str, Any], str, str]] = [
     ("null name", {"calls": [call(name=None)]}, HARD, "null call"),
     (
         "null name, two objects",
-        {"calls": [call("{}", "book_slot"), call(dumps(ARGUMENTS) * 2, None)]},
+        {"calls": [call("", "book_slot"), call(dumps(ARGUMENTS) * 2, None)]},
         HARD,
         "glued call",
     ),

@@ -39,7 +39,7 @@ def kinds(result: dict[str, Any]) -> Counter[str]:
     ],
 )
 def test_the_storys_numbers(start: Start, stress: Stress, env: dict[str, str], least: float, most: float) -> None:
-    engine = start(env=env)
+    engine = start(env=env, settings={"token_ms": 40.0})
     result = stress("--worker", f"w1={engine.url}", sessions=160)
     assert least <= result["rates"]["hard_per_session"] <= most
     assert len(of(result, "hard")) + len(of(result, "clean")) == 160
@@ -112,7 +112,7 @@ def test_one_bad_worker_is_told_from_a_good_one(start: Start, stress: Stress) ->
     good, bad = start(), start(faults={"corrupt": {"rate": 0.3}})
     result = stress("--worker", f"w1={good.url}", "--control", f"w2={bad.url}", sessions=40)
     assert {item["worker"] for item in of(result, "hard")} == {"w2"}
-    assert result["workers"]["w1"]["arm"], result["workers"]["w2"]["arm"] == ("treatment", "control")
+    assert [result["workers"][name]["arm"] for name in ("w1", "w2")] == ["treatment", "control"]
     scripts = {name: [item["script"] for item in result["sessions"] if item["worker"] == name] for name in ("w1", "w2")}
     assert scripts["w1"] == scripts["w2"]
 
@@ -129,8 +129,7 @@ def test_an_honest_models_errors_are_the_models_and_do_not_count(start: Start, s
 def test_a_worker_that_stays_broken_is_not_taken_for_an_honest_model(start: Start, stress: Stress) -> None:
     engine = start(faults={"corrupt": {"rate": 0.1, "sticky": True}})
     result = stress("--worker", f"w1={engine.url}", sessions=30)
-    good = sum(evidence.is_good(item) for item in result["sessions"])
-    assert good < 15
+    assert sum(evidence.is_good(item) for item in result["sessions"]) < 10
 
 
 @pytest.mark.parametrize(
