@@ -16,6 +16,7 @@ from typing import Any, Final
 import fastjsonschema
 from tqdm import tqdm
 
+from dsv4_fleet import facts
 from dsv4_fleet.files import write_bytes, write_json
 from dsv4_fleet.judge import certify, evidence, picture, report
 from dsv4_fleet.judge import plan as plans
@@ -48,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="results of earlier waves of this rollout, repeatable",
     )
-    group.add_argument("--after", type=Path, metavar="FILE", help="what the hosts say of the workers, after the run")
+    group.add_argument("--after", type=Path, metavar="PATH", help="what the hosts say of the workers, after the run")
     group.add_argument("--certificate", type=Path, metavar="FILE", help="instead of the one in the package")
     group.add_argument("--report", type=Path, metavar="FILE", help="the verdict as JSON")
     group.add_argument("--picture", type=Path, metavar="FILE", help="the rates as PNG")
@@ -203,7 +204,7 @@ def _judge(arguments: argparse.Namespace) -> int:
 def _verdict(arguments: argparse.Namespace) -> dict[str, Any]:
     plan = plans.load(json.loads(arguments.plan.read_text(encoding="utf-8")))
     results, earlier = ([_result(path) for path in paths] for paths in (arguments.result, arguments.earlier))
-    after = json.loads(arguments.after.read_text(encoding="utf-8"))["workers"] if arguments.after else None
+    after = facts.load(arguments.after) if arguments.after else None
     certificate = (
         json.loads(arguments.certificate.read_text(encoding="utf-8")) if arguments.certificate else certify.shipped()
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from dsv4_fleet import facts
 from dsv4_fleet.files import write_json
 from dsv4_fleet.stress.client import API_KEY, Client, Prefill, Target
 from dsv4_fleet.stress.run import Options, Stress
@@ -62,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="the judge's plan: its sessions, concurrency and seed"
     )
-    parser.add_argument("--facts", type=Path, metavar="FILE", help="what the hosts say of the workers, before the run")
+    parser.add_argument("--facts", type=Path, metavar="PATH", help="what the hosts say of the workers, before the run")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="where the result goes")
     parser.set_defaults(run=run)
 
@@ -112,7 +113,7 @@ def _options(arguments: argparse.Namespace) -> Options:
             plan=plan["hash"],
         )
     if arguments.facts:
-        options = dataclasses.replace(options, facts=json.loads(arguments.facts.read_text(encoding="utf-8"))["workers"])
+        options = dataclasses.replace(options, facts=facts.load(arguments.facts))
     for name in ("sessions", "concurrency", "turns"):
         if getattr(options, name) < 1:
             raise ValueError(f"found {name} {getattr(options, name)}, expected at least 1")
