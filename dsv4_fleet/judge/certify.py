@@ -274,6 +274,20 @@ def table(certificate: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def page(certificate: dict[str, Any]) -> str:
+    """The certificate as a page of the documentation."""
+    bars = "\n".join(
+        f"- {next(row for row in certificate['rows'] if row['scenario'] == bar.scenario)['rate']:.3g}"
+        f" ({bar.scenario}): {bar.outcome} {bar.text()}"
+        for bar in BARS
+    )
+    return (
+        "# Certificate of the gate\n\nMade by `make certify`; judge.md says what the words mean. "
+        f"{certificate['waves']} simulated waves in each cell, one control worker beside each wave, two beside eight.\n\n"
+        f"Bars, by the true rate:\n\n{bars}\n\n{table(certificate)}"
+    )
+
+
 def _entry(row: dict[str, Any]) -> str:
     waves = row["waves"]
     if row["scenario"] == "same":

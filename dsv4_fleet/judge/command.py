@@ -67,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     group.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="(default %(default)s)")
     group.add_argument("--for-plan", type=Path, metavar="FILE", help="the questions of this plan, not the default ones")
     group.add_argument("--output", type=Path, metavar="FILE", help="the certificate as JSON")
-    group.add_argument("--table", type=Path, metavar="FILE", help="the certificate as a Markdown table")
+    group.add_argument("--table", type=Path, metavar="FILE", help="the certificate as a page of Markdown")
     parser.set_defaults(run=run)
 
 
@@ -250,7 +250,7 @@ def _certify(arguments: argparse.Namespace) -> int:
     if arguments.output:
         write_json(arguments.output, certificate)
     if arguments.table:
-        write_bytes(arguments.table, table.encode())
+        write_bytes(arguments.table, certify.page(certificate).encode())
     print(table, end="")
     missed = [row for row in certificate["rows"] if any(not (bar["met"] or bar["waived"]) for bar in row["bars"])]
     print(

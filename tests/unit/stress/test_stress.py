@@ -39,7 +39,7 @@ def kinds(result: dict[str, Any]) -> Counter[str]:
     ],
 )
 def test_the_storys_numbers(start: Start, stress: Stress, env: dict[str, str], least: float, most: float) -> None:
-    engine = start(env=env, settings={"token_ms": 40.0})
+    engine = start(env=env, settings={"token_ms": 20.0})
     result = stress("--worker", f"w1={engine.url}", sessions=160)
     assert least <= result["rates"]["hard_per_session"] <= most
     assert len(of(result, "hard")) + len(of(result, "clean")) == 160
