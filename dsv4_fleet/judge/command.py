@@ -46,21 +46,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         action="append",
         default=[],
-        metavar="FILE",
-        help="results of earlier waves of this rollout, repeatable",
+        metavar="FOLDER",
+        help="of an earlier wave of this rollout with its result.json, after/ and verdict.json; repeatable, in order",
     )
     group.add_argument("--after", type=Path, metavar="PATH", help="what the hosts say of the workers, after the run")
     group.add_argument("--certificate", type=Path, metavar="FILE", help="instead of the one in the package")
     group.add_argument("--report", type=Path, metavar="FILE", help="the verdict as JSON")
     group.add_argument("--picture", type=Path, metavar="FILE", help="the rates as PNG")
-    group.add_argument(
-        "--earlier-report",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="verdicts of earlier waves for the picture, in order",
-    )
     group = parser.add_argument_group("with --certify")
     group.add_argument("--waves", type=int, default=certify.WAVES, help="simulated of each kind (default %(default)s)")
     group.add_argument("--simulation-seed", type=int, default=5, help="(default %(default)s)")
@@ -110,27 +102,21 @@ def _plan_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit code."""
-    if arguments.certify:
-        return _certify(arguments)
-    if arguments.make_plan:
-        return _make_plan(arguments)
-    return _judge(arguments)
+    """The exit code; 1 is a FAIL, so whatever cannot be read or written ends with 2."""
+    work = _certify if arguments.certify else _make_plan if arguments.make_plan else _judge
+    try:
+        return work(arguments)
+    except (ValueError, OSError) as error:
+        print(f"dsv4-fleet judge: {error}", file=sys.stderr)
+        return 2
 
 
 def _make_plan(arguments: argparse.Namespace) -> int:
-    try:
-        plan = _plan_of(arguments)
-    except ValueError as error:
-        print(f"dsv4-fleet judge: {error}", file=sys.stderr)
-        return 2
+    plan = _plan_of(arguments)
     if arguments.make_plan.exists():
-        print(
-            f"dsv4-fleet judge: found {arguments.make_plan}, expected no such file: a plan is not changed after it was "
-            "made; name another",
-            file=sys.stderr,
+        raise ValueError(
+            f"found {arguments.make_plan}, expected no such file: a plan is not changed after it was made; name another"
         )
-        return 2
     write_json(arguments.make_plan, plan.to_json())
     print("\n".join([*plan.outlook(), f"plan {plan.hash}"]))
     return 0
@@ -187,8 +173,7 @@ def _judge(arguments: argparse.Namespace) -> int:
     try:
         verdict = _verdict(arguments)
         if arguments.picture:
-            earlier = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.earlier_report]
-            write_bytes(arguments.picture, picture.draw(verdict, earlier))
+            write_bytes(arguments.picture, picture.draw(verdict, _verdicts(arguments.earlier)))
         text = report.words(verdict)
     except Exception as error:  # a judge that crashes is INCONCLUSIVE, whatever the fault
         verdict = crashed(f"{type(error).__name__}: {error}")
@@ -202,23 +187,31 @@ def _judge(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(arguments: argparse.Namespace) -> dict[str, Any]:
-    plan = plans.load(json.loads(arguments.plan.read_text(encoding="utf-8")))
-    results, earlier = ([_result(path) for path in paths] for paths in (arguments.result, arguments.earlier))
-    after = facts.load(arguments.after) if arguments.after else None
+    plan = plans.read(arguments.plan)
+    after = facts.load(arguments.after) if arguments.after else {}
+    runs = [evidence.Run(_result(path), after) for path in arguments.result]
+    past = [evidence.Run(_result(path / "result.json"), facts.load(path / "after")) for path in arguments.earlier]
     certificate = (
         json.loads(arguments.certificate.read_text(encoding="utf-8")) if arguments.certificate else certify.shipped()
     )
-    case = evidence.gather(plan, results, earlier, after)
+    case = evidence.gather(plan, runs, past)
     return report.judge(case, certify.objection(certificate, plan.questions))
 
 
 def _result(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         evidence.check()(value)
-    except fastjsonschema.JsonSchemaException as error:
+    except (ValueError, fastjsonschema.JsonSchemaException) as error:
         raise ValueError(f"found {path} wrong ({error}), expected a result of dsv4-fleet stress") from error
     return value
+
+
+def _verdicts(waves: list[Path]) -> list[dict[str, Any]]:
+    """What was said of earlier waves, for the picture; a judge that crashed there left nothing to draw."""
+    files = [path / "verdict.json" for path in waves]
+    values = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    return [value for value in values if "wave" in value]
 
 
 def crashed(text: str) -> dict[str, Any]:
@@ -232,11 +225,7 @@ def crashed(text: str) -> dict[str, Any]:
 
 
 def _certify(arguments: argparse.Namespace) -> int:
-    questions = Questions()
-    if arguments.for_plan:
-        questions = dataclasses.replace(
-            plans.load(json.loads(arguments.for_plan.read_text(encoding="utf-8"))).questions
-        )
+    questions = plans.read(arguments.for_plan).questions if arguments.for_plan else Questions()
     total = sum(1 for _ in certify.cells(questions, arguments.waves, 0))
     with tqdm(total=total, unit="cell", disable=None) as bar:
         certificate = certify.certify(

@@ -17,8 +17,7 @@ from dsv4_fleet.judge.decide import Evidence, Shape
 from dsv4_fleet.judge.plan import Plan
 from dsv4_fleet.judge.statistics import lower_bound, upper_bound
 
-DIAGNOSTICS: Final = ("SGLANG_DSV4_IDXK_CANARY", "SGLANG_DSV4_GE_DIFF", "SGLANG_DSV4_ALIAS_AUDIT")
-IDENTITY: Final = ("state", "release", "flags", "boot_id", "main_pid", "start_time")
+IDENTITY: Final = ("state", "release", "flags", "instruments", "boot_id", "main_pid", "start_time")
 STRATA: Final = ("long", "late", "crowded", "streamed", "whole")
 
 
@@ -33,12 +32,13 @@ class Reason:
 
 @dataclass
 class Worker:
-    """One worker's sessions, of one run."""
+    """One worker's sessions, of one run; `after` is what its host says once the run is over."""
 
     name: str
     run: dict[str, Any]
     facts: dict[str, Any]
     sessions: list[dict[str, Any]]
+    after: dict[str, Any] | None
 
     @property
     def arm(self) -> str:
@@ -121,11 +121,18 @@ def check() -> Callable[[Any], Any]:
     return made
 
 
-def gather(
-    plan: Plan, results: list[dict[str, Any]], earlier: list[dict[str, Any]], after: dict[str, Any] | None
-) -> Case:
-    """Everything that was measured, with the reasons why it may not be enough."""
-    now, before = list(_workers(results)), list(_workers(earlier))
+@dataclass(frozen=True)
+class Run:
+    """A result of `dsv4-fleet stress`, and what the hosts say of its workers afterwards, by name."""
+
+    result: dict[str, Any]
+    after: dict[str, Any]
+
+
+def gather(plan: Plan, runs: list[Run], past: list[Run]) -> Case:
+    """Everything that was measured in this wave and in those before it, with the reasons why it may not be enough."""
+    results, earlier = [run.result for run in runs], [run.result for run in past]
+    now, before = list(_workers(runs)), list(_workers(past))
     case = Case(
         plan,
         treated=[worker for worker in now if worker.arm == "treatment"],
@@ -142,12 +149,13 @@ def gather(
         ]
     _same_plan(case, [*results, *earlier])
     _once(case)
-    for worker in case.treated:
+    # The pool is no better than its weakest worker: what holds for this wave's holds for those before it.
+    for worker in (*case.treated, *case.earlier):
         _exposed(case, worker)
         _covered(case, worker)
-    for worker in (*case.treated, *case.controls):
+    for worker in (*case.treated, *case.earlier, *case.controls):
         _complete(case, worker)
-        _known_state(case, worker, after or {}, past=worker in before)
+        _known_state(case, worker)
     _failed(case)
     _model_errors(case)
     _controlled(case)
@@ -157,10 +165,11 @@ def gather(
     return case
 
 
-def _workers(results: list[dict[str, Any]]) -> Iterator[Worker]:
-    for result in results:
-        for name, facts in result["workers"].items():
-            yield Worker(name, result, facts, [item for item in result["sessions"] if item["worker"] == name])
+def _workers(runs: list[Run]) -> Iterator[Worker]:
+    for run in runs:
+        for name, facts in run.result["workers"].items():
+            sessions = [item for item in run.result["sessions"] if item["worker"] == name]
+            yield Worker(name, run.result, facts, sessions, run.after.get(name))
 
 
 def _same_plan(case: Case, results: list[dict[str, Any]]) -> None:
@@ -262,8 +271,8 @@ def _covered(case: Case, worker: Worker) -> None:
             )
 
 
-def _known_state(case: Case, worker: Worker, after: dict[str, Any], past: bool) -> None:
-    plan, declared, name = case.plan, worker.facts["declared"], worker.name
+def _known_state(case: Case, worker: Worker) -> None:
+    plan, declared, name, after = case.plan, worker.facts["declared"], worker.name, worker.after
     if not worker.facts["direct"]:
         case.object(
             "worker_unknown",
@@ -276,12 +285,19 @@ def _known_state(case: Case, worker: Worker, after: dict[str, Any], past: bool) 
     if not declared:
         case.object("state_unknown", f"found nothing about the state of {name}, expected what its host says (--facts)")
         return
-    if name not in after and not past:
+    if unknown := [key for key in ("state", "release", "flags") if not declared[key]]:
         case.object(
             "state_unknown",
-            f"found nothing about {name} after the run, expected what its host says (--after)",
+            f"found no {', '.join(unknown)} of {name}, expected all of them from the passports of its processes; "
+            "run site.yml on it",
         )
-    elif not past and (changed := [key for key in IDENTITY if declared.get(key) != after[name].get(key)]):
+    if after is None:
+        case.object(
+            "state_unknown",
+            f"found nothing about {name} after the run, expected what its host says (--after, or after/ beside an "
+            "earlier wave's result)",
+        )
+    elif changed := [key for key in IDENTITY if declared.get(key) != after.get(key)]:
         case.object(
             "state_changed",
             f"found another {', '.join(changed)} of {name} after the run than before it, expected the same",
@@ -289,7 +305,7 @@ def _known_state(case: Case, worker: Worker, after: dict[str, Any], past: bool) 
         )
     flags = declared.get("flags") or {}
     allowed = plan.diagnostics.get(worker.arm, [])
-    if extra := [flag for flag in DIAGNOSTICS if flags.get(flag) and flag not in allowed]:
+    if extra := [flag for flag in declared["instruments"] if flag not in allowed]:
         case.object(
             "diagnostics",
             f"found {', '.join(extra)} on at {name}, expected {allowed or 'none'} as planned: "

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from dsv4_fleet.judge.certify import FEWEST_SESSIONS, MOST_SESSIONS
@@ -122,6 +123,15 @@ def make(
         created=round(time.time(), 3),
         **others,
     )
+
+
+def read(path: Path) -> Plan:
+    """The plan in this file; PlanError where it is none, OSError where it cannot be read."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError(f"found {path} wrong ({error}), expected a plan; make one with --make-plan") from error
+    return load(value)
 
 
 def load(value: Any) -> Plan:

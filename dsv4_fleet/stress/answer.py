@@ -97,10 +97,10 @@ class Assembler:
     def _body(self, body: bytes, failed: str | None) -> None:
         try:
             value = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.answer.failed = failed or "a body that is not JSON"
             return
-        self._chunk(value, "message")
+        self._read(value, "message")
 
     def _event(self, payload: bytes) -> None:
         if payload == b"[DONE]":
@@ -108,10 +108,16 @@ class Assembler:
             return
         try:
             value = json.loads(payload)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.answer.failed = self.answer.failed or "an event that is not JSON"
             return
-        self._chunk(value, "delta")
+        self._read(value, "delta")
+
+    def _read(self, value: Any, part: str) -> None:
+        try:
+            self._chunk(value, part)
+        except (AttributeError, TypeError):  # a list or a number where an object or a text belongs
+            self.answer.failed = self.answer.failed or "JSON of another shape than an answer's"
 
     def _chunk(self, value: Any, part: str) -> None:
         answer = self.answer

@@ -161,7 +161,7 @@ def _values(text: str) -> tuple[list[Any], str]:
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-        except ValueError:
+        except (ValueError, RecursionError):  # a thousand open brackets are none either
             break
         values.append(value)
         rest = rest[end:].lstrip()

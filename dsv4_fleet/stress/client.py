@@ -138,14 +138,20 @@ class Client:
             return None
 
     async def _json(self, url: str) -> Any:
-        """The body of a 200 answer, else None."""
+        """The JSON object of a 200 answer, else None."""
         found = await self._small("GET", url)
-        return json.loads(found[1]) if found and found[0] == 200 else None
+        if not found or found[0] != 200:
+            return None
+        try:
+            value = json.loads(found[1])
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
 
     async def model(self, target: Target) -> str:
         """The name of the served model; RuntimeError where it cannot be had."""
         models = await self._json(f"{target.url}/v1/models")
-        if not models:
+        if not models or not models.get("data"):
             raise RuntimeError(
                 f"found no answer with 200 from {target.url}/v1/models, expected the served model; "
                 f"see whether {target.name} is up and {API_KEY} is its key"
@@ -168,9 +174,8 @@ class Client:
     async def load(self, url: str) -> tuple[int, int] | None:
         """Requests running and waiting, as the worker says; None where it does not say."""
         value = await self._json(f"{url}/v1/loads?include=core")
-        if not value:
+        if not value or not isinstance(loads := value.get("loads"), list):
             return None
-        loads = value["loads"]
         return sum(load["num_running_reqs"] for load in loads), sum(load["num_waiting_reqs"] for load in loads)
 
     async def identity(self, target: Target) -> dict[str, Any]:

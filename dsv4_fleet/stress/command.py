@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from dsv4_fleet import facts
 from dsv4_fleet.files import write_json
+from dsv4_fleet.judge import plan as plans
 from dsv4_fleet.stress.client import API_KEY, Client, Prefill, Target
 from dsv4_fleet.stress.run import Options, Stress
 
@@ -102,15 +103,19 @@ def _options(arguments: argparse.Namespace) -> Options:
         only=arguments.only,
     )
     if arguments.plan:
-        plan = json.loads(arguments.plan.read_text(encoding="utf-8"))
-        exposure = plan["exposure"]
+        if arguments.output.exists():
+            raise ValueError(
+                f"found {arguments.output}, expected no such file: workers are measured once under one plan, or they "
+                "would be measured until they look well; make a new plan, in a new folder, to measure again"
+            )
+        plan = plans.read(arguments.plan)
         options = dataclasses.replace(
             options,
-            sessions=exposure["sessions"],
-            concurrency=exposure["concurrency"],
-            turns=exposure["turns"],
-            seed=plan["seed"],
-            plan=plan["hash"],
+            sessions=plan.exposure.sessions,
+            concurrency=plan.exposure.concurrency,
+            turns=plan.exposure.turns,
+            seed=plan.seed,
+            plan=plan.hash,
         )
     if arguments.facts:
         options = dataclasses.replace(options, facts=facts.load(arguments.facts))
@@ -133,12 +138,15 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
     ]
     if bool(named) == bool(arguments.router):
         raise ValueError("found both workers and a router, or neither; expected one: name --worker, or --router")
+    for text in (*([arguments.router] if arguments.router else []), *arguments.watch):
+        if not _is_url(text):
+            raise ValueError(f"found {text!r}, expected a URL such as http://192.0.2.1:8000")
     if arguments.router:
         return [Target("router", arguments.router.rstrip("/"), direct=False, watched=tuple(arguments.watch))]
     targets = []
     for arm, text in named:
         name, equals, url = text.partition("=")
-        if not equals or not name or not url.startswith(("http://", "https://")):
+        if not equals or not name or not _is_url(url):
             raise ValueError(f"found {text!r}, expected NAME=URL such as decode1=http://192.0.2.1:30002")
         targets.append(Target(name, url.rstrip("/"), arm, prefills=prefills))
     if len({target.name for target in targets}) < len(targets):
@@ -146,9 +154,18 @@ def _targets(arguments: argparse.Namespace) -> list[Target]:
     return targets
 
 
+def _is_url(text: str) -> bool:
+    """Whether it is an address that requests can be sent to; a path or a query would end up inside each of them."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
+    except ValueError:  # a port that is no number, brackets that do not match
+        return False
+
+
 def _prefill(text: str) -> Prefill:
     url, comma, port = text.rpartition(",")
-    if not comma or not port.isdigit():
+    if not comma or not port.isdigit() or not _is_url(url):
         raise ValueError(f"found {text!r}, expected URL,BOOTSTRAP_PORT such as http://192.0.2.1:30001,8998")
     return Prefill(url.rstrip("/"), int(port))
 

@@ -34,6 +34,7 @@ def declared(overlap: bool, **others: Any) -> dict[str, Any]:
         "release": "release",
         "flags": flags,
         "armed": [],
+        "instruments": [],
         "boot_id": "boot",
         "main_pid": 7,
         "start_time": 99,
@@ -120,6 +121,14 @@ def facts(*results: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def inspection(said: dict[str, Any]) -> dict[str, Any]:
+    """The file that the play writes of a worker of which the hosts say this."""
+    passport = {name: said[name] for name in ("release", "flags", "armed")}
+    process = {"pid": said["main_pid"], "start_time": said["start_time"], "state": said["state"], "environment": {}}
+    host = {"boot_id": said["boot_id"], "now": said["restarted_at"]}
+    return {"seen": {"host": host, "process": process, "passports": [passport, passport]}, "elapsed_s": 0}
+
+
 class Bench:
     """A folder in which cases are judged through the command line."""
 
@@ -130,6 +139,15 @@ class Bench:
         path = self.place / name
         path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
         return str(path)
+
+    def wave(self, name: str, run: dict[str, Any], after: dict[str, Any] | None = None) -> str:
+        """The folder that the play leaves behind."""
+        (self.place / name).mkdir(exist_ok=True)
+        self.write(f"{name}/result.json", run)
+        (self.place / name / "after").mkdir(exist_ok=True)
+        for worker, said in (facts(run) if after is None else after)["workers"].items():
+            self.write(f"{name}/after/{worker}.json", inspection(said))
+        return str(self.place / name)
 
     def judge(
         self,
@@ -149,7 +167,7 @@ class Bench:
         for number, item in enumerate(now):
             words += ["--result", self.write(f"result{number}.json", item)]
         for number, item in enumerate(earlier or []):
-            words += ["--earlier", self.write(f"earlier{number}.json", item)]
+            words += ["--earlier", self.wave(f"earlier{number}", item)]
         words += ["--after", self.write("after.json", facts(*known) if after is None else after)]
         code = main([*words, "--report", str(self.place / "verdict.json"), *options])
         return code, json.loads((self.place / "verdict.json").read_text(encoding="utf-8"))

@@ -11,9 +11,12 @@ import pytest
 from dsv4_fleet import facts
 
 
+GE_DIFF = "SGLANG_DSV4_GE_DIFF"
+
+
 def seen(*flags: bool) -> dict[str, Any]:
-    passports = [{"release": "r1", "flags": {"SGLANG_DSV4_GE_DIFF": value}, "armed": ["ge_diff"]} for value in flags]
-    process = {"pid": 12, "start_time": 345, "state": "s1"}
+    passports = [{"release": "r1", "flags": {GE_DIFF: value}, "armed": [GE_DIFF] if value else []} for value in flags]
+    process = {"pid": 12, "start_time": 345, "state": "s1", "environment": {}}
     return {"host": {"boot_id": "b1", "now": 1000.0}, "process": process, "passports": passports}
 
 
@@ -23,8 +26,9 @@ def test_a_folder_with_a_file_for_each_worker(tmp_path: Path) -> None:
         "decode1": {
             "state": "s1",
             "release": "r1",
-            "flags": {"SGLANG_DSV4_GE_DIFF": True},
-            "armed": ["ge_diff"],
+            "flags": {GE_DIFF: True},
+            "armed": [GE_DIFF],
+            "instruments": [GE_DIFF],
             "boot_id": "b1",
             "main_pid": 12,
             "start_time": 345,
@@ -34,7 +38,19 @@ def test_a_folder_with_a_file_for_each_worker(tmp_path: Path) -> None:
 
 
 def test_a_flag_on_which_the_processes_disagree_is_no_fact() -> None:
-    assert facts.from_inspection(seen(True, False), 0)["flags"] == {}
+    assert facts.from_inspection(seen(True, False), 0)["flags"] == {GE_DIFF: None}
+
+
+def test_an_instrument_counts_as_on_wherever_it_is_or_may_be() -> None:
+    assert facts.from_inspection(seen(True, False), 0)["instruments"] == [GE_DIFF]
+    assert facts.from_inspection(seen(False, False), 0)["instruments"] == []
+    audit = seen(False)
+    audit["process"]["environment"] = {"SGLANG_DSV4_ALIAS_AUDIT": "1", GE_DIFF: "1"}
+    # Of GE_DIFF the passports say how it was parsed; of the audit nothing says that it is off.
+    assert facts.from_inspection(audit, 0)["instruments"] == ["SGLANG_DSV4_ALIAS_AUDIT"]
+    for value, on in (("0", []), ("false", []), ("", []), ("true", ["SGLANG_DSV4_ALIAS_AUDIT"])):
+        audit["process"]["environment"] = {"SGLANG_DSV4_ALIAS_AUDIT": value}
+        assert facts.from_inspection(audit, 0)["instruments"] == on
 
 
 def test_a_worker_that_does_not_run_has_no_state() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -123,11 +124,12 @@ def other_script(run: dict[str, Any]) -> None:
         pytest.param(to_turns("new1", beside=15), "no_coverage", id="never crowded"),
         pytest.param(to_turns("new1", stream=False), "no_coverage", id="nothing streamed"),
         pytest.param(to_worker(cache_flushed=False), "cache_kept", id="cache not flushed"),
-        pytest.param(to_declared("new1", flags={OVERLAP: False, GE_DIFF: True}), "diagnostics", id="GE_DIFF on"),
-        pytest.param(
-            to_declared("old1", flags={OVERLAP: True, GE_DIFF: True}), "diagnostics", id="GE_DIFF on the control"
-        ),
+        pytest.param(to_declared("new1", instruments=[GE_DIFF]), "diagnostics", id="GE_DIFF on"),
+        pytest.param(to_declared("old1", instruments=[GE_DIFF]), "diagnostics", id="GE_DIFF on the control"),
         pytest.param(to_worker(declared=None), "state_unknown", id="state unknown"),
+        pytest.param(to_declared("new1", state=None), "state_unknown", id="no state in its process"),
+        pytest.param(to_declared("new1", release=None), "state_unknown", id="processes of two releases"),
+        pytest.param(to_declared("new1", flags={}), "state_unknown", id="no passports"),
         pytest.param(
             to_worker(after={"settings": "other", "version": None, "requests": 2000}),
             "state_changed",
@@ -196,12 +198,20 @@ def test_a_worker_that_errs_alone_more_than_the_others_may_be_broken_for_good(be
     assert (code, codes(verdict)) == (2, ["model_errors"])
 
 
-@pytest.mark.parametrize("key", ["state", "release", "flags", "boot_id", "main_pid", "start_time"])
-def test_a_worker_that_changed_during_the_run_is_inconclusive_even_with_the_fault(bench: Bench, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("state", "other"), ("release", "other"), ("flags", {OVERLAP: True}), ("instruments", [GE_DIFF]),
+        ("boot_id", "other"), ("main_pid", 8), ("start_time", 100),
+    ],
+)  # fmt: skip
+def test_a_worker_that_changed_during_the_run_is_inconclusive_even_with_the_fault(
+    bench: Bench, key: str, value: object
+) -> None:
     the_plan = plan()
     run = result(the_plan, {"new1": {"hard": 50}, "old1": {"hard": 50}})
     after = facts(run)
-    after["workers"]["new1"][key] = "other"
+    after["workers"]["new1"][key] = value
     code, verdict = bench.judge(the_plan, [run], after=after)
     assert (code, verdict["verdict"]) == (2, "INCONCLUSIVE")
     assert "state_changed" in codes(verdict)
@@ -216,7 +226,7 @@ def test_no_word_of_the_worker_after_the_run_is_no_pass(bench: Bench) -> None:
 def test_a_planned_instrument_may_be_on(bench: Bench) -> None:
     the_plan = plan(diagnostics={"treatment": [GE_DIFF]})
     run = result(the_plan, CLEAN)
-    to_declared("new1", flags={OVERLAP: False, GE_DIFF: True})(run)
+    to_declared("new1", instruments=[GE_DIFF])(run)
     assert bench.judge(the_plan, [run])[0] == 0
 
 
@@ -345,6 +355,46 @@ def test_the_worker_that_is_held_back_must_be_the_control(bench: Bench) -> None:
         assert bench.judge(held, [result(held, CLEAN)])[0] == code
 
 
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        pytest.param(to_declared("new1", flags={OVERLAP: False, GE_DIFF: True}, instruments=[GE_DIFF]), "diagnostics",
+                     id="GE_DIFF was on"),
+        pytest.param(to_peak(client_sessions=4), "concurrency", id="few at once"),
+        pytest.param(to_turns("new1", request=100), "no_coverage", id="no late answers"),
+        pytest.param(to_turns("new1", completion_tokens=1), "exposure", id="few tokens"),
+        pytest.param(to_worker(declared=None), "state_unknown", id="state unknown"),
+        pytest.param(lambda run: run.update(interrupted=True), "interrupted", id="interrupted"),
+    ],
+)  # fmt: skip
+def test_an_earlier_wave_that_could_not_see_the_fault_does_not_fill_the_pool(
+    bench: Bench, two: plans.Plan, change: Change, code: str
+) -> None:
+    before = wave(two, 1)
+    after = facts(before)
+    change(before)
+    bench.wave("one", before, after if before["workers"]["new1"]["declared"] is None else None)
+    bench.write("plan.json", two.to_json())
+    words = ["judge", "--plan", str(bench.place / "plan.json"), "--result", bench.write("two.json", wave(two, 2))]
+    words += ["--after", bench.write("after.json", facts(wave(two, 2))), "--earlier", str(bench.place / "one")]
+    report = bench.place / "report.json"
+    assert main([*words, "--report", str(report)]) == 2
+    assert codes(json.loads(report.read_text(encoding="utf-8"))) == [code]
+
+
+def test_a_worker_of_an_earlier_wave_that_changed_during_its_run_voids_the_pool(bench: Bench, two: plans.Plan) -> None:
+    bench.judge(two, [wave(two, 2)], earlier=[wave(two, 1)])
+    folder = bench.place / "earlier0"
+    said = json.loads((folder / "after" / "new1.json").read_text(encoding="utf-8"))
+    said["seen"]["process"]["pid"] += 1
+    bench.write("earlier0/after/new1.json", said)
+    words = ["judge", "--plan", str(bench.place / "plan.json"), "--result", str(bench.place / "result0.json")]
+    words += ["--after", str(bench.place / "after.json"), "--earlier", str(folder)]
+    report = bench.place / "report.json"
+    assert main([*words, "--report", str(report)]) == 2
+    assert codes(json.loads(report.read_text(encoding="utf-8"))) == ["state_changed"]
+
+
 # ---- soft errors
 
 
@@ -400,9 +450,10 @@ def test_the_hash_covers_every_part_of_the_plan() -> None:
 
 def test_the_picture_shows_all_waves(bench: Bench, two: plans.Plan) -> None:
     _, first = bench.judge(two, [wave(two, 1)])
+    bench.wave("earlier0", wave(two, 1))
+    bench.write("earlier0/verdict.json", first)
     picture = bench.place / "rates.png"
-    options = ("--picture", str(picture), "--earlier-report", bench.write("first.json", first))
-    bench.judge(two, [wave(two, 2, hard=70)], earlier=[wave(two, 1)], options=options)
+    bench.judge(two, [wave(two, 2, hard=70)], earlier=[wave(two, 1)], options=("--picture", str(picture)))
     data = picture.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
