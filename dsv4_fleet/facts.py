@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import fastjsonschema
 
-
 #: The flags that switch an instrument on. It may hide the fault that the sessions look for.
 INSTRUMENTS: Final = ("SGLANG_DSV4_IDXK_CANARY", "SGLANG_DSV4_GE_DIFF", "SGLANG_DSV4_ALIAS_AUDIT")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -205,6 +206,18 @@ class Rules:
             np.logaddexp(joint_fault, weight + value.sum(axis=-1), out=joint_fault)
         return joint_fault - joint_null, each_fault - each_null
 
+    def wave_evidence(self, bad: Ints, seen: Ints) -> tuple[Floats, Floats, Floats]:
+        """Logarithms of the e-values of this wave, the one that its FAIL is made of first: wave, joint, each."""
+        joint, each = self.evidence(bad, seen)
+        together = np.stack([joint, special.logsumexp(each, axis=-1) - math.log(each.shape[-1])])
+        # Half of it is the mean over the workers: one bad worker is not outvoted by its peers.
+        return special.logsumexp(together, axis=0) - math.log(2), joint, each
+
+    def fails(self, hard: Sequence[int], seen: Sequence[int]) -> bool:
+        """Whether these counts of the wave's workers are a FAIL already, however many sessions are still to come."""
+        wave, _, _ = self.wave_evidence(np.array([hard]), np.array([seen]))
+        return bool(wave[0] >= math.log(self.threshold))
+
 
 def decide(rules: Rules, evidence: Evidence) -> Decisions:
     """The verdict of each of S waves.
@@ -214,9 +227,7 @@ def decide(rules: Rules, evidence: Evidence) -> Decisions:
     clear and the control still shows the fault.
     """
     shape = rules.shape
-    joint, each = rules.evidence(evidence.hard, evidence.seen)
-    together = np.stack([joint, special.logsumexp(each, axis=-1) - math.log(each.shape[-1])])
-    wave = special.logsumexp(together, axis=0) - math.log(2)  # one bad worker is not outvoted by its peers
+    wave, joint, each = rules.wave_evidence(evidence.hard, evidence.seen)
     pool = joint
     if shape.earlier:
         looks, earlier = evidence.hard.shape[1], evidence.earlier_hard[:, None, :]

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,8 +17,11 @@ from tqdm import tqdm
 from dsv4_fleet import facts
 from dsv4_fleet.files import write_json
 from dsv4_fleet.judge import plan as plans
+from dsv4_fleet.judge.decide import Rules, Shape
 from dsv4_fleet.stress.client import API_KEY, Client, Prefill, Target
 from dsv4_fleet.stress.run import Options, Stress
+
+Enough = Callable[[list[int], list[int]], bool]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -73,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     """0 for a complete run, 1 for one that was interrupted, 2 where it could not be made."""
     try:
         targets, options = _targets(arguments), _options(arguments)
-        result = asyncio.run(_run(targets, options))
+        enough = _early_fail(arguments.plan, targets) if arguments.plan else lambda hard, ended: False
+        result = asyncio.run(_run(targets, options, enough))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dsv4-fleet stress: {error}", file=sys.stderr)
         return 2
@@ -82,13 +87,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if result["interrupted"] else 0
 
 
-async def _run(targets: list[Target], options: Options) -> dict[str, Any]:
+def _early_fail(path: Path, targets: list[Target]) -> Enough:
+    """Whether the plan makes the counts a FAIL already: then more sessions would only corrupt more conversations."""
+    questions, sessions = plans.read(path).questions, plans.read(path).exposure.sessions
+    shape = Shape((sessions,) * max(1, sum(target.arm == "treatment" and target.direct for target in targets)))
+    return Rules(questions, shape, sessions).fails
+
+
+async def _run(targets: list[Target], options: Options, enough: Enough) -> dict[str, Any]:
     sessions = len(targets) * (options.sessions if options.only is None else 1)
     # No bar where nobody looks: a log gets the summary alone.
     client = Client(os.environ.get(API_KEY), options.timeout_s)
     with tqdm(total=sessions, unit="session", disable=None, smoothing=0.05) as bar:
         try:
-            return await Stress(targets, options, client, bar).run()
+            return await Stress(targets, options, client, bar, enough).run()
         finally:
             await client.close()
 
@@ -186,4 +198,6 @@ def summary(result: dict[str, Any]) -> str:
         lines.append(f"{per_million:.3g} corrupted sessions per million tokens")
     if result["interrupted"]:
         lines.append(f"interrupted: {result['cut_sessions']} open sessions were cut and do not count")
+    if result["stopped_early"]:
+        lines.append(f"stopped early: a FAIL by the plan; {result['cut_sessions']} open sessions were cut")
     return "\n".join(lines)

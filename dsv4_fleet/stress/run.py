@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -71,19 +71,29 @@ class Outcome:
 class Stress:
     """One run against some targets."""
 
-    def __init__(self, targets: list[Target], options: Options, client: Client, bar: tqdm[Any]) -> None:
-        self.targets, self.options, self.client, self.bar = targets, options, client, bar
+    def __init__(
+        self,
+        targets: list[Target],
+        options: Options,
+        client: Client,
+        bar: tqdm[Any],
+        enough: Callable[[list[int], list[int]], bool] = lambda hard, ended: False,
+    ) -> None:
+        """`enough` says from the hard and the ended sessions of each treated worker that no more are needed."""
+        self.targets, self.options, self.client, self.bar, self.enough = targets, options, client, bar, enough
+        self.treated = [target.name for target in targets if target.arm == "treatment"]
         self.models: dict[str, str] = {}
         self.owners: dict[str, str] = {}
         self.outcomes: list[Outcome] = []
-        self.stop = asyncio.Event()
+        self.stop = asyncio.Event()  # interrupted: the result so far, now
+        self.stop_load = asyncio.Event()  # enough was seen, or interrupted: no more sessions
         self.cut = 0
 
     async def run(self) -> dict[str, Any]:
         """The result, also of a run that was interrupted. RuntimeError where a target cannot be used at all."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop.set)
+            loop.add_signal_handler(number, self._interrupt)
         started, processor = time.time(), time.process_time()
         for target in self.targets:
             self.models[target.name] = await self.client.model(target)
@@ -99,12 +109,13 @@ class Stress:
         watch = asyncio.create_task(self._watch())
         # All tasks of a target share one iterator: scripts start in their order, each once.
         todo = {name: iter(items) for name, items in work.items()}
-        await self._until_stopped(
+        await self._until(
+            self.stop_load,
             [
                 self._sessions(target, todo[target.name])
                 for target in self.targets
                 for _ in range(self.options.concurrency)
-            ]
+            ],
         )
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -113,7 +124,7 @@ class Stress:
         for outcome in self.outcomes:
             outcome.level = outcome.worst()
             outcome.suspect = "unconfirmed" if outcome.level in (HARD, SOFT) else ""
-        await self._until_stopped([self._replays(group) for group in self._groups()])
+        await self._until(self.stop, [self._replays(group) for group in self._groups()])
         for target in self.targets:
             target.after = await self.client.identity(target)
         return self._result(started, loaded, used)
@@ -121,10 +132,14 @@ class Stress:
     def _indices(self) -> Iterable[int]:
         return range(self.options.sessions) if self.options.only is None else [self.options.only]
 
-    async def _until_stopped(self, work: list[Any]) -> None:
-        """Run all of `work` together until it is done or the run is interrupted; errors of ours are raised."""
+    def _interrupt(self) -> None:
+        self.stop.set()
+        self.stop_load.set()
+
+    async def _until(self, stop: asyncio.Event, work: list[Any]) -> None:
+        """Run all of `work` together until it is done or `stop` is set; errors of ours are raised."""
         tasks = [asyncio.create_task(item) for item in work]
-        stopped = asyncio.create_task(self.stop.wait())
+        stopped = asyncio.create_task(stop.wait())
         try:
             waiting = set(tasks)
             while waiting and not stopped.done():
@@ -183,6 +198,8 @@ class Stress:
             self.cut += not finished
         outcome.ended = time.time()
         self.outcomes.append(outcome)
+        if self.enough(*self._seen()):
+            self.stop_load.set()
         self.bar.update()
         counts = Counter(outcome.worst() for outcome in self.outcomes)
         self.bar.set_postfix(
@@ -192,6 +209,15 @@ class Stress:
             open=sum(target.open_sessions for target in self.targets),
             refresh=False,
         )
+
+    def _seen(self) -> tuple[list[int], list[int]]:
+        """Of each treated worker: its hard sessions so far, and all that ended."""
+        hard, ended = dict.fromkeys(self.treated, 0), dict.fromkeys(self.treated, 0)
+        for outcome in self.outcomes:
+            if (name := outcome.session.worker) in ended:
+                hard[name] += outcome.worst() == HARD
+                ended[name] += 1
+        return list(hard.values()), list(ended.values())
 
     # ---- replays
 
@@ -246,6 +272,7 @@ class Stress:
             "started": started,
             "ended": time.time(),
             "interrupted": self.stop.is_set(),
+            "stopped_early": self.stop_load.is_set() and not self.stop.is_set(),
             "cut_sessions": self.cut,
             "asked": {
                 "sessions": self.options.sessions,

@@ -104,6 +104,7 @@ def result(the_plan: plans.Plan, bad: dict[str, dict[str, int]], sessions: int =
         "started": STARTED,
         "ended": STARTED + 900,
         "interrupted": False,
+        "stopped_early": False,
         "cut_sessions": 0,
         "asked": {"sessions": sessions, "concurrency": 80, "turns": 3, "only": None},
         "client": {"load_s": 60.0, "processor_s": 9.0, "peak_sessions": 160},

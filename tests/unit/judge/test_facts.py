@@ -10,7 +10,6 @@ import pytest
 
 from dsv4_fleet import facts
 
-
 GE_DIFF = "SGLANG_DSV4_GE_DIFF"
 
 

@@ -1,0 +1,132 @@
+"""The story on containers, through playbooks/stress.yml: the fault, the fix, and the fault hidden while GE_DIFF is on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import operate
+from tests.faults.conftest import FaultFleet
+from tests.faults.operate import ALL_DECODES_AT_ONCE, GE_DIFF, OVERLAP, QUICK
+from tests.local.playbook import Outcome
+
+FAULT, FIX, HIDDEN = "decode1", "decode2", "decode3"
+# The stand-in's sessions are independent by construction. Two processors hold 80 streams on two workers, but slowly.
+PLAN = ["--icc", "0", "--at-worker", "40", "--expect", f"control:{OVERLAP}=1"]
+FEW = ["--sessions", "100", "--stratum", "15"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One run of the play: its outcome, the result of the sessions, the verdict, and the picture."""
+
+    outcome: Outcome
+    result: dict[str, Any]
+    verdict: dict[str, Any]
+    picture: bytes
+
+    def rate(self, worker: str) -> float:
+        """Share of corrupted sessions."""
+        levels = [item["class"] for item in self.result["sessions"] if item["worker"] == worker]
+        return levels.count("hard") / len(levels)
+
+    @property
+    def codes(self) -> set[str]:
+        return {reason["code"] for reason in self.verdict["reasons"]}
+
+
+@pytest.fixture(scope="module")
+def story(fleet: FaultFleet, tmp_path_factory: pytest.TempPathFactory) -> FaultFleet:
+    """Three decode workers restarted together: one as it was found, one with the fix, one with GE_DIFF on."""
+    operate.hand_made(fleet)
+    flags = {FIX: {"dsv4_flag_multi_stream_overlap": False}, HIDDEN: {"dsv4_flag_ge_diff": True}}
+    inventory = operate.inventory(tmp_path_factory.mktemp("story"), host_vars=flags)
+    outcome = fleet.playbook("site", {**QUICK, **ALL_DECODES_AT_ONCE}, limit="decode", inventory=inventory)
+    assert outcome.ok, outcome.stdout
+    return fleet
+
+
+Judge = Callable[..., Judged]
+
+
+@pytest.fixture(scope="module")
+def judge(story: FaultFleet, tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    """Runs the play on a treated worker, with the one that has the fault as control."""
+
+    def one(treated: str, options: list[str], control: str = FAULT) -> Judged:
+        folder = tmp_path_factory.mktemp("wave")
+        values = {"dsv4_treated": treated, "dsv4_control": control, "fleet_stress_folder": str(folder),
+                  "fleet_stress_plan_options": [*PLAN, *options]}  # fmt: skip
+        outcome = story.playbook("stress", values)
+        result, verdict = (json.loads((folder / name).read_text()) for name in ("result.json", "verdict.json"))
+        return Judged(outcome, result, verdict, (folder / "rates.png").read_bytes())
+
+    return one
+
+
+@pytest.fixture(scope="module")
+def fixed(judge: Judge) -> Judged:
+    return judge(FIX, ["--expect", f"treatment:{OVERLAP}=0"])
+
+
+def test_the_fault_corrupts_fifteen_to_eighteen_percent_and_the_fix_none(fixed: Judged) -> None:
+    assert 0.15 <= fixed.rate(FAULT) <= 0.18, fixed.outcome.stdout
+    assert fixed.rate(FIX) == 0
+    assert fixed.result["counts"]["failed"] == 0
+
+
+def test_the_fix_passes_beside_a_control_that_shows_the_fault(fixed: Judged) -> None:
+    assert fixed.outcome.ok, fixed.outcome.stdout
+    assert (fixed.verdict["verdict"], fixed.verdict["reasons"]) == ("PASS", [])
+    assert fixed.verdict["arms_differ"]
+    assert fixed.picture.startswith(b"\x89PNG")
+
+
+def test_eighty_sessions_are_open_together_at_each_worker_on_a_fraction_of_a_core(fixed: Judged) -> None:
+    for worker in (FAULT, FIX):
+        seen = fixed.result["workers"][worker]
+        assert seen["peak"]["client_sessions"] == seen["peak"]["client_requests"] == 80
+        assert seen["peak"]["running"] >= 40
+        assert seen["cache_flushed"]
+        assert seen["declared"]["flags"][OVERLAP] is (worker == FAULT)
+    assert fixed.result["client"]["processor_s"] < 0.8 * fixed.result["client"]["load_s"]
+
+
+def test_the_fault_fails_before_all_sessions_have_run(judge: Judge) -> None:
+    judged = judge(FAULT, [], control="")
+    assert not judged.outcome.ok
+    assert judged.verdict["verdict"] == "FAIL", judged.outcome.stdout
+    assert "corrupted" in judged.codes
+    assert judged.result["stopped_early"] and len(judged.result["sessions"]) < 321
+
+
+def test_the_fault_hides_while_ge_diff_is_on_and_the_judge_says_so(judge: Judge) -> None:
+    judged = judge(HIDDEN, FEW)
+    assert judged.rate(HIDDEN) == 0 < judged.rate(FAULT)
+    assert judged.verdict["verdict"] == "INCONCLUSIVE", judged.outcome.stdout
+    assert "diagnostics" in judged.codes
+    assert any(f"{GE_DIFF} on at {HIDDEN}" in reason["text"] for reason in judged.verdict["reasons"])
+    assert not judged.outcome.ok
+
+
+def test_what_would_skip_the_verdict_is_refused(story: FaultFleet, tmp_path: Path) -> None:
+    limited = story.playbook("stress", {"fleet_stress_folder": str(tmp_path)}, limit=FIX)
+    assert not limited.ok
+    assert "expected none; name workers with" in limited.stdout
+    (tmp_path / "result.json").write_text("{}")
+    again = story.playbook("stress", {"dsv4_treated": FIX, "fleet_stress_folder": str(tmp_path)})
+    assert not again.ok
+    assert "workers are measured once under one plan" in again.stdout
+
+
+def test_check_mode_runs_no_session_and_gives_no_verdict(story: FaultFleet, tmp_path: Path) -> None:
+    folder = tmp_path / "wave"
+    outcome = story.playbook("stress", {"dsv4_treated": FIX, "fleet_stress_folder": str(folder)}, check=True)
+    assert outcome.ok, outcome.stdout
+    assert not folder.exists()
+    assert "verdict:" not in outcome.stdout
