@@ -56,7 +56,7 @@ class Bar:
         return count >= _slack(self.least or 0.0, waves, up=False)
 
     def text(self) -> str:
-        return (f"at most {self.most:.1%}" if self.most else "none") if self.safety else f"at least {self.least:.1%}"
+        return (f"at most {self.most:.0%}" if self.most else "none") if self.safety else f"at least {self.least:.0%}"
 
 
 def _slack(bar: float, waves: int, up: bool) -> float:
@@ -260,7 +260,6 @@ def objection(certificate: dict[str, Any] | None, questions: Questions) -> str |
 def table(certificate: dict[str, Any]) -> str:
     """The certificate as Markdown: one row for each scenario and correlation, wave sizes side by side."""
     rows = certificate["rows"]
-    titles = {"same": "A/A: both arms {:.3g} %", "honest": "0 %, and honest soft errors"}
     lines = [
         "| truth | correlation | " + " | ".join(f"{workers} in the wave" for workers in WORKERS) + " |",
         "|---|---|" + "---|" * len(WORKERS),
@@ -268,24 +267,36 @@ def table(certificate: dict[str, Any]) -> str:
     for scenario in dict.fromkeys(row["scenario"] for row in rows):
         for icc in certificate["iccs"]:
             found = [row for row in rows if row["scenario"] == scenario and row["icc"] == icc]
-            title = titles.get(scenario, "{:.3g} %").format(100 * found[0]["rate"])
-            lines.append(f"| {title} | {icc:g} | " + " | ".join(_entry(row) for row in found) + " |")
+            lines.append(f"| {_truth(scenario, found[0]['rate'])} | {icc:g} | " + " | ".join(_entry(row) for row in found) + " |")
     lines += ["", "† too few workers for the claim: no PASS whatever the data, and the plan says so beforehand."]
     return "\n".join(lines) + "\n"
 
 
 def page(certificate: dict[str, Any]) -> str:
     """The certificate as a page of the documentation."""
-    bars = "\n".join(
-        f"- {next(row for row in certificate['rows'] if row['scenario'] == bar.scenario)['rate']:.3g}"
-        f" ({bar.scenario}): {bar.outcome} {bar.text()}"
-        for bar in BARS
-    )
+    rates = {row["scenario"]: row["rate"] for row in certificate["rows"]}
+    bars = "\n".join(f"| {_truth(bar.scenario, rates[bar.scenario])} | {bar.outcome} | {bar.text()} |" for bar in BARS)
+    planned = "\n".join(f"| {icc:g} | " + " | ".join(_planned(certificate, icc)) + " |" for icc in certificate["iccs"])
+    wide = " | ".join(f"{workers} in the wave" for workers in WORKERS)
     return (
-        "# Certificate of the gate\n\nMade by `make certify`; judge.md says what the words mean. "
-        f"{certificate['waves']} simulated waves in each cell, one control worker beside each wave, two beside eight.\n\n"
-        f"Bars, by the true rate:\n\n{bars}\n\n{table(certificate)}"
+        "# Certificate of the gate\n\nMade by `make certify`; [judge.md](judge.md) says what the words mean. "
+        f"{certificate['waves']:,} simulated waves\nin each cell, one control worker beside each wave, two beside eight.\n\n"
+        f"## Bars\n\n| truth | outcome | bar |\n|---|---|---|\n{bars}\n\n"
+        f"## Sessions on each worker, as planned\n\n| correlation | {wide} |\n|---|{'---|' * len(WORKERS)}\n{planned}\n\n"
+        f"## How the waves came out\n\n{table(certificate)}"
     )
+
+
+def _truth(scenario: str, rate: float) -> str:
+    """What is true of a scenario's waves."""
+    titles = {"same": "A/A: both arms {:.3g} %", "honest": "{:.3g} %, and honest soft errors"}
+    return titles.get(scenario, "{:.3g} %").format(100 * rate)
+
+
+def _planned(certificate: dict[str, Any], icc: float) -> list[str]:
+    """Sessions on each worker, for each size of a wave; marked where they can't be enough."""
+    cells_of = {row["workers"]: row for row in certificate["rows"] if row["icc"] == icc}
+    return [f"{cells_of[size]['sessions']}{'' if cells_of[size]['reachable'] else ' †'}" for size in WORKERS]
 
 
 def _entry(row: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,9 +18,7 @@ from dsv4_fleet.files import write_json
 from dsv4_fleet.judge import plan as plans
 from dsv4_fleet.judge.decide import Rules, Shape
 from dsv4_fleet.stress.client import API_KEY, Client, Prefill, Target
-from dsv4_fleet.stress.run import Options, Stress
-
-Enough = Callable[[list[int], list[int]], bool]
+from dsv4_fleet.stress.run import Enough, Options, Stress, never
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """0 for a complete run, 1 for one that was interrupted, 2 where it could not be made."""
     try:
         targets, options = _targets(arguments), _options(arguments)
-        enough = _early_fail(arguments.plan, targets) if arguments.plan else lambda hard, ended: False
+        enough = _early_fail(arguments.plan, targets) if arguments.plan else never
         result = asyncio.run(_run(targets, options, enough))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"dsv4-fleet stress: {error}", file=sys.stderr)
@@ -89,9 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _early_fail(path: Path, targets: list[Target]) -> Enough:
     """Whether the plan makes the counts a FAIL already: then more sessions would only corrupt more conversations."""
-    questions, sessions = plans.read(path).questions, plans.read(path).exposure.sessions
-    shape = Shape((sessions,) * max(1, sum(target.arm == "treatment" and target.direct for target in targets)))
-    return Rules(questions, shape, sessions).fails
+    plan = plans.read(path)
+    if not (treated := sum(target.arm == "treatment" for target in targets)):
+        return never
+    return Rules(plan.questions, Shape((plan.exposure.sessions,) * treated), plan.exposure.sessions).fails
 
 
 async def _run(targets: list[Target], options: Options, enough: Enough) -> dict[str, Any]:

@@ -68,6 +68,14 @@ class Outcome:
         return next((level for level in (HARD, FAILED, SOFT) if level in levels), CLEAN)
 
 
+Enough = Callable[[list[int], list[int]], bool]
+
+
+def never(hard: list[int], ended: list[int]) -> bool:
+    """Whatever was seen, all sessions run."""
+    return False
+
+
 class Stress:
     """One run against some targets."""
 
@@ -77,7 +85,7 @@ class Stress:
         options: Options,
         client: Client,
         bar: tqdm[Any],
-        enough: Callable[[list[int], list[int]], bool] = lambda hard, ended: False,
+        enough: Enough = never,
     ) -> None:
         """`enough` says from the hard and the ended sessions of each treated worker that no more are needed."""
         self.targets, self.options, self.client, self.bar, self.enough = targets, options, client, bar, enough

@@ -16,9 +16,9 @@ from tests.faults.operate import ALL_DECODES_AT_ONCE, GE_DIFF, OVERLAP, QUICK
 from tests.local.playbook import Outcome
 
 FAULT, FIX, HIDDEN = "decode1", "decode2", "decode3"
-# The stand-in's sessions are independent by construction. Two processors hold 80 streams on two workers, but slowly.
-PLAN = ["--icc", "0", "--at-worker", "40", "--expect", f"control:{OVERLAP}=1"]
-FEW = ["--sessions", "100", "--stratum", "15"]
+# The stand-in's sessions are independent by construction. It answers so quickly that few of 80 are at one step together.
+PLAN = ["--icc", "0", "--at-worker", "20", "--expect", f"control:{OVERLAP}=1"]
+TOKEN_MS = 3.0  # suspects are replayed alone, one after another
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Judged:
 def story(fleet: FaultFleet, tmp_path_factory: pytest.TempPathFactory) -> FaultFleet:
     """Three decode workers restarted together: one as it was found, one with the fix, one with GE_DIFF on."""
     operate.hand_made(fleet)
+    for host in operate.DECODES:
+        fleet.write(host, "/etc/dsv4-standin.json", json.dumps({**operate.QUICK_STANDIN, "token_ms": TOKEN_MS}))
     flags = {FIX: {"dsv4_flag_multi_stream_overlap": False}, HIDDEN: {"dsv4_flag_ge_diff": True}}
     inventory = operate.inventory(tmp_path_factory.mktemp("story"), host_vars=flags)
     outcome = fleet.playbook("site", {**QUICK, **ALL_DECODES_AT_ONCE}, limit="decode", inventory=inventory)
@@ -91,7 +93,7 @@ def test_eighty_sessions_are_open_together_at_each_worker_on_a_fraction_of_a_cor
     for worker in (FAULT, FIX):
         seen = fixed.result["workers"][worker]
         assert seen["peak"]["client_sessions"] == seen["peak"]["client_requests"] == 80
-        assert seen["peak"]["running"] >= 40
+        assert seen["peak"]["running"] >= 20
         assert seen["cache_flushed"]
         assert seen["declared"]["flags"][OVERLAP] is (worker == FAULT)
     assert fixed.result["client"]["processor_s"] < 0.8 * fixed.result["client"]["load_s"]
@@ -106,8 +108,9 @@ def test_the_fault_fails_before_all_sessions_have_run(judge: Judge) -> None:
 
 
 def test_the_fault_hides_while_ge_diff_is_on_and_the_judge_says_so(judge: Judge) -> None:
-    judged = judge(HIDDEN, FEW)
-    assert judged.rate(HIDDEN) == 0 < judged.rate(FAULT)
+    judged = judge(HIDDEN, [], control="")
+    assert judged.rate(HIDDEN) == 0
+    assert judged.result["workers"][HIDDEN]["declared"]["flags"][OVERLAP] is True
     assert judged.verdict["verdict"] == "INCONCLUSIVE", judged.outcome.stdout
     assert "diagnostics" in judged.codes
     assert any(f"{GE_DIFF} on at {HIDDEN}" in reason["text"] for reason in judged.verdict["reasons"])

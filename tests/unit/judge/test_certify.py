@@ -71,7 +71,7 @@ def test_out_of_reach_is_said_and_never_passes() -> None:
     result = row("clean", 1, 0.2)
     assert not result["reachable"]
     assert result["pass"] == 0
-    assert result["bars"] == [{"outcome": "pass", "bar": "at least 95.0%", "met": False, "waived": True}]
+    assert result["bars"] == [{"outcome": "pass", "bar": "at least 95%", "met": False, "waived": True}]
 
 
 def test_a_bar_on_a_wrong_verdict_is_never_waived() -> None:

@@ -164,6 +164,17 @@ def test_arms_differ_only_where_their_intervals_are_apart() -> None:
     assert not judged([0], control=4)[1].different[0]
 
 
+def test_a_run_may_stop_just_where_the_verdict_would_be_fail() -> None:
+    rules, _ = judged([0, 0])
+    for hard in range(0, 12):
+        counts, seen = np.array([[[hard, 0]]]), np.array([[[40, 40]]])
+        wave, _, _ = rules.wave_evidence(counts, seen)
+        assert rules.fails([hard, 0], [40, 40]) == (float(wave[0, 0]) >= np.log(rules.threshold))
+    assert not rules.fails([0, 0], [0, 0])
+    assert not rules.fails([1, 0], [40, 40])
+    assert rules.fails([8, 0], [40, 40])
+
+
 @pytest.mark.parametrize("icc", [0.0, 0.1])
 @pytest.mark.parametrize("rate", [0.01, 0.002])
 def test_the_evidence_is_fair_where_the_rate_is_allowed(rate: float, icc: float) -> None:

@@ -421,6 +421,33 @@ def test_a_reference_with_the_fault_is_none(bench: Bench) -> None:
     assert "reference_dirty" in codes(verdict)
 
 
+def test_what_cannot_be_read_or_written_is_no_fail(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 is a FAIL: nothing else may end with it."""
+    the_plan = bench.write("plan.json", plan().to_json())
+    file = bench.write("file", "")
+    for words in (
+        ["--plan", the_plan, "--report", f"{file}/verdict.json"],
+        ["--make-plan", f"{file}/plan.json"],
+        ["--make-plan", str(bench.place / "new.json"), "--wave-sizes", "0"],
+        ["--make-plan", str(bench.place / "new.json"), "--expect", "treatment"],
+        ["--certify", "--for-plan", str(bench.place / "none.json")],
+        ["--certify", "--for-plan", file],
+    ):
+        assert main(["judge", *words]) == 2, words
+        assert capsys.readouterr().err.startswith("dsv4-fleet judge: ")
+    assert not (bench.place / "new.json").exists()
+
+
+@pytest.mark.parametrize("words", [["--plan", "none.json"], ["--plan", "plan.json", "--result", "none.json"]])
+def test_what_is_not_there_is_named(bench: Bench, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    bench.write("plan.json", plan().to_json())
+    words = [str(bench.place / word) if word.endswith(".json") else word for word in words]
+    assert main(["judge", *words]) == 2
+    shown = capsys.readouterr()
+    assert "none.json" in shown.out and shown.out.endswith("verdict: INCONCLUSIVE\n")
+    assert "Traceback" not in shown.out + shown.err
+
+
 # ---- plans and the picture
 
 

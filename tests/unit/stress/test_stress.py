@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dsv4_fleet.cli import main
 from dsv4_fleet.judge import evidence
 from dsv4_fleet.judge.evidence import strata
 from tests.unit.judge.cases import Bench, plan
@@ -202,11 +207,101 @@ def test_ctrl_c_gives_the_result_so_far(start: Start, tmp_path: Path) -> None:
     assert "interrupted: 80 open sessions were cut" in out
 
 
+def test_a_run_that_is_a_fail_already_stops_and_is_judged_so(start: Start, tmp_path: Path) -> None:
+    engine = start(faults={"corrupt": {"rate": 0.5}})
+    the_plan = plan()
+    result_path, plan_path = tmp_path / "first.json", tmp_path / "plan.json"
+    plan_path.write_text(json.dumps(the_plan.to_json()), encoding="utf-8")
+    words = ["stress", "--plan", str(plan_path), "--worker", f"new1={engine.url}", "--output", str(result_path)]
+    assert main(words) == 0
+    result = json.loads(result_path.read_text(encoding="utf-8"))
+    evidence.check()(result)
+    assert (result["stopped_early"], result["interrupted"]) == (True, False)
+    assert len(result["sessions"]) < 100 < the_plan.exposure.sessions
+    assert all(len(item["replays"]) >= 3 for item in of(result, "hard"))
+    result["started"] = the_plan.created + 1
+    code, verdict = Bench(tmp_path).judge(the_plan, [result], after={"workers": {}})
+    assert (code, verdict["verdict"]) == (1, "FAIL")
+
+
+def test_the_control_alone_does_not_stop_a_run(start: Start, tmp_path: Path) -> None:
+    engine = start(faults={"corrupt": {"rate": 0.5}}, settings={"token_ms": 1.0})
+    path, output = tmp_path / "plan.json", tmp_path / "result.json"
+    path.write_text(json.dumps(plan(sessions=100).to_json()), encoding="utf-8")
+    assert main(["stress", "--plan", str(path), "--control", f"old1={engine.url}", "--output", str(output)]) == 0
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert (result["stopped_early"], len(result["sessions"])) == (False, 100)
+
+
+def test_the_bar_counts_live_where_somebody_looks(start: Start, tmp_path: Path) -> None:
+    engine = start(faults={"corrupt": {"rate": 0.5}})
+    words = ["stress", "--worker", f"w1={engine.url}", "--sessions", "20", "--output", str(tmp_path / "result.json")]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "dsv4_fleet", *words], stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that the other side is gone
+        while data := os.read(ours, 65536):
+            shown += data
+    os.close(ours)
+    assert process.wait(60) == 0
+    counts = re.findall(rb"(\d+)/20 .*hard=(\d+), soft=\d+, failed=0, open=(\d+)", shown)
+    assert counts, shown
+    assert int(counts[-1][1]) > 0
+
+
+def test_rates_are_per_session_and_per_million_tokens(start: Start, stress: Stress) -> None:
+    engine = start(faults={"corrupt": {"rate": 0.5}})
+    result = stress("--worker", f"w1={engine.url}", sessions=20)
+    tokens = sum(turn["completion_tokens"] for item in result["sessions"] for turn in item["turns"])
+    hard = len(of(result, "hard"))
+    assert hard > 3
+    assert result["rates"] == {
+        "hard_per_session": hard / 20,
+        "hard_per_million_tokens": pytest.approx(1e6 * hard / tokens),
+        "completion_tokens": tokens,
+    }
+
+
+def test_a_worker_is_measured_once_under_one_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = tmp_path / "plan.json", tmp_path / "result.json"
+    path.write_text(json.dumps(plan().to_json()), encoding="utf-8")
+    output.write_text("an earlier result", encoding="utf-8")
+    words = ["stress", "--plan", str(path), "--worker", "w1=http://127.0.0.1:9", "--output", str(output)]
+    assert main(words) == 2
+    assert "measured once under one plan" in capsys.readouterr().err
+    assert output.read_text(encoding="utf-8") == "an earlier result"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "changed", None])
+def test_a_plan_that_is_none_or_was_changed_is_refused(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    if text == "changed":
+        text = json.dumps({**plan().to_json(), "seed": 7})
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    output = tmp_path / "result.json"
+    words = ["stress", "--plan", str(path), "--worker", "w1=http://127.0.0.1:9", "--output", str(output)]
+    assert main(words) == 2
+    assert "plan" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_worker_that_is_not_there_is_said_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "result.json"
+    assert main(["stress", "--worker", "w1=http://127.0.0.1:9", "--output", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:9/v1/models" in error and "w1" in error
+    assert not output.exists()
+
+
 def test_a_key_that_is_asked_for_comes_from_the_environment(
     start: Start, stress: Stress, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from dsv4_fleet.cli import main
-
     engine = start("--api-key", "word")
     words = ["stress", "--worker", f"w1={engine.url}", "--output", str(tmp_path / "no.json")]
     assert main(words) == 2
@@ -219,12 +314,12 @@ def test_a_key_that_is_asked_for_comes_from_the_environment(
     "words",
     [[], ["--worker", "w1"], ["--worker", "w1=ftp://x"], ["--worker", "w=http://x", "--router", "http://x"],
      ["--worker", "w=http://x", "--control", "w=http://y"], ["--worker", "w=http://x", "--prefill", "http://x"],
-     ["--worker", "w=http://x", "--concurrency", "0"]],
+     ["--worker", "w=http://x", "--concurrency", "0"], ["--worker", "w=http://"], ["--worker", "w=http://x:port"],
+     ["--worker", "w=http://[x"], ["--router", "x:8000"], ["--router", "http://x", "--watch", "x"],
+     ["--worker", "w=http://x", "--prefill", "x,8998"]],
 )  # fmt: skip
 def test_targets_without_sense_are_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dsv4_fleet.cli import main
-
     assert main(["stress", *words, "--output", str(tmp_path / "no.json")]) == 2
     assert "expected" in capsys.readouterr().err
