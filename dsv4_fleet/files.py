@@ -28,3 +28,19 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """As `write_bytes`, readable by people too."""
     write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def expect_writable(path: Path) -> None:
+    """OSError or ValueError now where the file could not be written later, after hours of work."""
+    if path.is_dir():
+        raise ValueError(f"found a folder {path}, expected the name of a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+def in_words(error: Exception) -> str:
+    """An error as an operator reads it; Python's own words for files begin with a number."""
+    if isinstance(error, OSError) and error.filename:
+        return f"found that {error.filename} can't be used: {error.strerror}"
+    return str(error)

@@ -17,7 +17,7 @@ import fastjsonschema
 from tqdm import tqdm
 
 from dsv4_fleet import facts
-from dsv4_fleet.files import write_bytes, write_json
+from dsv4_fleet.files import in_words, write_bytes, write_json
 from dsv4_fleet.judge import certify, evidence, picture, report
 from dsv4_fleet.judge import plan as plans
 from dsv4_fleet.judge.decide import Questions
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return work(arguments)
     except (ValueError, OSError) as error:
-        print(f"dsv4-fleet judge: {error}", file=sys.stderr)
+        print(f"dsv4-fleet judge: {in_words(error)}", file=sys.stderr)
         return 2
 
 
@@ -167,22 +167,21 @@ def _split(text: str, at: str) -> tuple[str, str]:
 
 
 def _judge(arguments: argparse.Namespace) -> int:
-    verdict = crashed("the judge did not come to its end")
+    verdict = no_verdict("judge_crashed", "found no end of the judge, expected one: it still runs or was killed")
     if arguments.report:
         write_json(arguments.report, verdict)  # so that no older verdict is read should this process be killed
     try:
         verdict = _verdict(arguments)
         if arguments.picture:
             write_bytes(arguments.picture, picture.draw(verdict, _verdicts(arguments.earlier)))
-        text = report.words(verdict)
+    except (OSError, ValueError) as error:
+        verdict = no_verdict("unusable_input", in_words(error))
     except Exception as error:  # a judge that crashes is INCONCLUSIVE, whatever the fault
-        verdict = crashed(f"{type(error).__name__}: {error}")
-        text = f"judge_crashed: {verdict['reasons'][0]['text']}\nverdict: INCONCLUSIVE"
-        if not isinstance(error, OSError | ValueError):
-            sys.excepthook(type(error), error, error.__traceback__)
+        verdict = no_verdict("judge_crashed", f"{type(error).__name__}: {error}")
+        sys.excepthook(type(error), error, error.__traceback__)
     if arguments.report:
         write_json(arguments.report, verdict)
-    print(text)
+    print(report.words(verdict))
     return CODES[verdict["verdict"]]
 
 
@@ -214,13 +213,13 @@ def _verdicts(waves: list[Path]) -> list[dict[str, Any]]:
     return [value for value in values if "wave" in value]
 
 
-def crashed(text: str) -> dict[str, Any]:
-    """The verdict of a judge that did not come to one."""
+def no_verdict(code: str, text: str) -> dict[str, Any]:
+    """What a judge says that did not come to a verdict."""
     return {
         "format": report.FORMAT,
         "kind": report.KIND,
         "verdict": "INCONCLUSIVE",
-        "reasons": [{"code": "judge_crashed", "text": text, "void": True}],
+        "reasons": [{"code": code, "text": text, "void": True}],
     }
 
 

@@ -153,6 +153,8 @@ def _statistical(case: Case, rules: Rules, decisions: Decisions) -> list[Reason]
                 )
             )
         return reasons
+    if not case.treated:  # what counts say is said of some
+        return reasons
     if not rules.reachable:
         reasons.append(Reason("too_few_workers", _too_few(plan, rules)))
     for clear, code, what, critical in (
@@ -228,6 +230,8 @@ def _coverage(plan: Plan, worker: Worker) -> dict[str, Any]:
 
 def words(verdict: dict[str, Any]) -> str:
     """The verdict as an operator reads it; the verdict itself is the last line."""
+    if "wave" not in verdict:
+        return _ending(verdict)
     lines = []
     for title, group in (
         ("this wave", verdict["wave"]),
@@ -256,6 +260,10 @@ def words(verdict: dict[str, Any]) -> str:
                 for kind, found in kinds.items()
             )
         )
-    lines += [f"{reason['code']}: {reason['text']}" for reason in verdict["reasons"]]
-    lines.append(f"verdict: {verdict['verdict']}")
-    return "\n".join(lines)
+    return "\n".join([*lines, _ending(verdict)])
+
+
+def _ending(verdict: dict[str, Any]) -> str:
+    """The reasons, then the verdict."""
+    reasons = [f"{reason['code']}: {reason['text']}" for reason in verdict["reasons"]]
+    return "\n".join([*reasons, f"verdict: {verdict['verdict']}"])

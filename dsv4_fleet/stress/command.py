@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from dsv4_fleet import facts
-from dsv4_fleet.files import write_json
+from dsv4_fleet.files import expect_writable, in_words, write_json
 from dsv4_fleet.judge import plan as plans
 from dsv4_fleet.judge.decide import Rules, Shape
 from dsv4_fleet.stress.client import API_KEY, Client, Prefill, Target
@@ -74,10 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     """0 for a complete run, 1 for one that was interrupted, 2 where it could not be made."""
     try:
         targets, options = _targets(arguments), _options(arguments)
+        expect_writable(arguments.output)
         enough = _early_fail(arguments.plan, targets) if arguments.plan else never
         result = asyncio.run(_run(targets, options, enough))
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"dsv4-fleet stress: {error}", file=sys.stderr)
+        print(f"dsv4-fleet stress: {in_words(error)}", file=sys.stderr)
         return 2
     write_json(arguments.output, result)
     print(summary(result))
@@ -192,6 +194,9 @@ def summary(result: dict[str, Any]) -> str:
             f"{name} ({worker['arm']}): {rate} corrupted of {len(levels)} sessions; {kinds}; at once: "
             f"{peak['client_sessions']} sessions here, {peak['running']} requests there"
         )
+    found = Counter(turn["kind"] for session in result["sessions"] for turn in session["turns"] if turn["kind"])
+    if found:
+        lines.append("turns with: " + ", ".join(f"{kind} {count}" for kind, count in found.most_common()))
     if per_million := result["rates"]["hard_per_million_tokens"]:
         lines.append(f"{per_million:.3g} corrupted sessions per million tokens")
     if result["interrupted"]:

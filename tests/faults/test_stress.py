@@ -108,7 +108,7 @@ def test_the_fault_fails_before_all_sessions_have_run(judge: Judge) -> None:
 
 
 def test_the_fault_hides_while_ge_diff_is_on_and_the_judge_says_so(judge: Judge) -> None:
-    judged = judge(HIDDEN, [], control="")
+    judged = judge(HIDDEN, ["--sessions", "100", "--stratum", "15"], control="")
     assert judged.rate(HIDDEN) == 0
     assert judged.result["workers"][HIDDEN]["declared"]["flags"][OVERLAP] is True
     assert judged.verdict["verdict"] == "INCONCLUSIVE", judged.outcome.stdout

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections import Counter
 from pathlib import Path
@@ -237,6 +238,7 @@ def test_the_bar_counts_live_where_somebody_looks(start: Start, tmp_path: Path) 
     engine = start(faults={"corrupt": {"rate": 0.5}})
     words = ["stress", "--worker", f"w1={engine.url}", "--sessions", "20", "--output", str(tmp_path / "result.json")]
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
     process = subprocess.Popen([sys.executable, "-m", "dsv4_fleet", *words], stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     shown = b""
@@ -289,6 +291,18 @@ def test_a_plan_that_is_none_or_was_changed_is_refused(
     assert main(words) == 2
     assert "plan" in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_the_run(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = start()
+    (tmp_path / "file").touch()
+    for output in (tmp_path, tmp_path / "file" / "result.json"):
+        assert main(["stress", "--worker", f"w1={engine.url}", "--sessions", "1", "--output", str(output)]) == 2
+        assert "found" in capsys.readouterr().err
+    total = re.search(r"^sglang:num_requests_total\{.*\} ([0-9.]+)$", engine.get("/metrics").text, re.MULTILINE)
+    assert total and float(total[1]) <= 1  # the one that the server sends itself
 
 
 def test_a_worker_that_is_not_there_is_said_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
