@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any, Final
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 matplotlib.use("Agg")
 
@@ -42,7 +44,8 @@ def _plot(
 ) -> bytes:
     # A heading takes a row of its own above its group.
     heads = {at: (text, colour) for at, text, colour in groups}
-    figure = Figure(figsize=(9.5, 1.7 + 0.34 * (len(rows) + 1.35 * len(groups))), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9.5, 1.7 + 0.34 * (len(rows) + 1.35 * len(groups))), dpi=150)
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))  # inches around it all
     axes = figure.subplots()
     limit = 100 * max(1.25 * verdict["known"], *(1.08 * row["upper"] for _, row, _, _ in rows if row["sessions"]), 0.02)
     place, ticks, labels = 0.0, [], []
@@ -71,7 +74,7 @@ def _plot(
     ):
         axes.axvline(100 * value, color="#555555", linestyle=style, linewidth=1.1, zorder=1)
         axes.annotate(
-            f"{text} {value:.0%}",
+            f"{text} {100 * value:g} %",
             (100 * value, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, 3),
@@ -89,13 +92,23 @@ def _plot(
     axes.tick_params(length=0, pad=8)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+    reasons = dict.fromkeys(reason["code"].replace("_", " ") for reason in verdict["reasons"])
+    axes.annotate(
+        "\n".join(textwrap.wrap(", ".join(reasons), 100)),
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 19),
+        textcoords="offset points",
+        fontsize=9,
+        color=VERDICTS[verdict["verdict"]],
+    )
     axes.set_title(
-        f"Corrupted tool-call sessions · {verdict['verdict']}",
+        f"Corrupted tool-call sessions: {verdict['verdict']}",
         loc="left",
         fontsize=13,
         fontweight="bold",
         color=VERDICTS[verdict["verdict"]],
-        pad=20,
+        pad=22 + 13 * len(textwrap.wrap(", ".join(reasons), 100)),
     )
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})

@@ -208,7 +208,6 @@ class Stress:
         self.outcomes.append(outcome)
         if self.enough(*self._seen()):
             self.stop_load.set()
-        self.bar.update()
         counts = Counter(outcome.worst() for outcome in self.outcomes)
         self.bar.set_postfix(
             hard=counts[HARD],
@@ -217,6 +216,7 @@ class Stress:
             open=sum(target.open_sessions for target in self.targets),
             refresh=False,
         )
+        self.bar.update()
 
     def _seen(self) -> tuple[list[int], list[int]]:
         """Of each treated worker: its hard sessions so far, and all that ended."""

@@ -247,9 +247,11 @@ def test_the_bar_counts_live_where_somebody_looks(start: Start, tmp_path: Path) 
             shown += data
     os.close(ours)
     assert process.wait(60) == 0
-    counts = re.findall(rb"(\d+)/20 .*hard=(\d+), soft=\d+, failed=0, open=(\d+)", shown)
-    assert counts, shown
+    counts = re.findall(rb"(\d+)/20 [^\r]*failed=0, hard=(\d+), open=(\d+), soft=\d+", shown)
+    assert counts, shown.decode().splitlines()
     assert int(counts[-1][1]) > 0
+    assert all(int(ended) + int(still) == 20 for ended, _, still in counts)
+    assert b"replayed alone: 1 of" in shown
 
 
 def test_rates_are_per_session_and_per_million_tokens(start: Start, stress: Stress) -> None:
