@@ -17,8 +17,7 @@ from tests.local.playbook import Outcome
 
 FAULT, FIX, HIDDEN = "decode1", "decode2", "decode3"
 # The stand-in's sessions are independent by construction. It answers so quickly that few of 80 are at one step together.
-PLAN = ["--icc", "0", "--at-worker", "20", "--expect", f"control:{OVERLAP}=1"]
-TOKEN_MS = 3.0  # suspects are replayed alone, one after another
+PLAN = ["--icc", "0", "--at-worker", "10", "--expect", f"control:{OVERLAP}=1"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class Judged:
     picture: bytes
 
     def rate(self, worker: str) -> float:
-        """Share of corrupted sessions."""
+        """Share of spoilt sessions: a value of another session's that carries no nonce looks like a soft error."""
         levels = [item["class"] for item in self.result["sessions"] if item["worker"] == worker]
-        return levels.count("hard") / len(levels)
+        return (levels.count("hard") + levels.count("soft")) / len(levels)
 
     @property
     def codes(self) -> set[str]:
@@ -44,8 +43,6 @@ class Judged:
 def story(fleet: FaultFleet, tmp_path_factory: pytest.TempPathFactory) -> FaultFleet:
     """Three decode workers restarted together: one as it was found, one with the fix, one with GE_DIFF on."""
     operate.hand_made(fleet)
-    for host in operate.DECODES:
-        fleet.write(host, "/etc/dsv4-standin.json", json.dumps({**operate.QUICK_STANDIN, "token_ms": TOKEN_MS}))
     flags = {FIX: {"dsv4_flag_multi_stream_overlap": False}, HIDDEN: {"dsv4_flag_ge_diff": True}}
     inventory = operate.inventory(tmp_path_factory.mktemp("story"), host_vars=flags)
     outcome = fleet.playbook("site", {**QUICK, **ALL_DECODES_AT_ONCE}, limit="decode", inventory=inventory)
@@ -93,7 +90,7 @@ def test_eighty_sessions_are_open_together_at_each_worker_on_a_fraction_of_a_cor
     for worker in (FAULT, FIX):
         seen = fixed.result["workers"][worker]
         assert seen["peak"]["client_sessions"] == seen["peak"]["client_requests"] == 80
-        assert seen["peak"]["running"] >= 20
+        assert seen["peak"]["running"] >= 10
         assert seen["cache_flushed"]
         assert seen["declared"]["flags"][OVERLAP] is (worker == FAULT)
     assert fixed.result["client"]["processor_s"] < 0.8 * fixed.result["client"]["load_s"]

@@ -65,6 +65,13 @@ def test_what_is_no_inspection_is_refused(tmp_path: Path, text: str) -> None:
             facts.load(path)
 
 
+def test_a_file_whose_workers_lack_something_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps({"workers": {"w1": {"state": "s1"}}}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"found w1 wrong in .*expected what docs/stress\.md says"):
+        facts.load(path)
+
+
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found no"):
         facts.load(tmp_path)

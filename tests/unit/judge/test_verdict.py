@@ -33,6 +33,18 @@ def test_clean_data_beside_a_control_with_the_fault_pass(bench: Bench, capsys: p
     assert "268 for 0.50%" in words
 
 
+def test_none_of_eighty_is_only_below_three_point_seven_percent(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    the_plan = plan(sessions=80)
+    code, verdict = bench.judge(the_plan, [result(the_plan, {"new1": {}, "old1": {"hard": 13}}, sessions=80)])
+    assert (code, verdict["verdict"]) == (2, "INCONCLUSIVE")
+    assert {"too_few_workers", "no_coverage"} == set(codes(verdict))
+    words = capsys.readouterr().out
+    assert "0 corrupted of 80 sessions (0.0%; 95 % bounds: above 0.00%, below 3.68%)" in words
+    assert "for a stronger claim: 219 for 1.00%" in words
+
+
 def test_the_fault_fails_and_the_report_says_where(bench: Bench) -> None:
     the_plan = plan(waves=(2,))
     code, verdict = bench.judge(the_plan, [result(the_plan, {"new1": {}, "new2": {"hard": 45}, "old1": {"hard": 50}})])
