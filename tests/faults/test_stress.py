@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,22 @@ from tests.faults import operate
 from tests.faults.conftest import FaultFleet
 from tests.faults.operate import ALL_DECODES_AT_ONCE, GE_DIFF, OVERLAP, QUICK
 from tests.local.playbook import Outcome
+from tests.local.settings import BOOTSTRAP_PORT, ROOT, WORKER_PORTS
 
 FAULT, FIX, HIDDEN = "decode1", "decode2", "decode3"
 # The stand-in's sessions are independent by construction. It answers so quickly that few of 80 are at one step together.
 PLAN = ["--icc", "0", "--at-worker", "10", "--expect", f"control:{OVERLAP}=1"]
+TOKEN_MS = 3.0  # suspects are replayed alone, one after another
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One run of the play: its outcome, the result of the sessions, the verdict, and the picture."""
+    """One run of the play: its outcome, the folder that it left, the result of the sessions, and the verdict."""
 
     outcome: Outcome
+    folder: Path
     result: dict[str, Any]
     verdict: dict[str, Any]
-    picture: bytes
 
     def rate(self, worker: str) -> float:
         """Share of spoilt sessions: a value of another session's that carries no nonce looks like a soft error."""
@@ -43,6 +46,8 @@ class Judged:
 def story(fleet: FaultFleet, tmp_path_factory: pytest.TempPathFactory) -> FaultFleet:
     """Three decode workers restarted together: one as it was found, one with the fix, one with GE_DIFF on."""
     operate.hand_made(fleet)
+    for host in operate.DECODES:
+        fleet.write(host, "/etc/dsv4-standin.json", json.dumps({**operate.QUICK_STANDIN, "token_ms": TOKEN_MS}))
     flags = {FIX: {"dsv4_flag_multi_stream_overlap": False}, HIDDEN: {"dsv4_flag_ge_diff": True}}
     inventory = operate.inventory(tmp_path_factory.mktemp("story"), host_vars=flags)
     outcome = fleet.playbook("site", {**QUICK, **ALL_DECODES_AT_ONCE}, limit="decode", inventory=inventory)
@@ -63,7 +68,7 @@ def judge(story: FaultFleet, tmp_path_factory: pytest.TempPathFactory) -> Judge:
                   "fleet_stress_plan_options": [*PLAN, *options]}  # fmt: skip
         outcome = story.playbook("stress", values)
         result, verdict = (json.loads((folder / name).read_text()) for name in ("result.json", "verdict.json"))
-        return Judged(outcome, result, verdict, (folder / "rates.png").read_bytes())
+        return Judged(outcome, folder, result, verdict)
 
     return one
 
@@ -83,7 +88,7 @@ def test_the_fix_passes_beside_a_control_that_shows_the_fault(fixed: Judged) -> 
     assert fixed.outcome.ok, fixed.outcome.stdout
     assert (fixed.verdict["verdict"], fixed.verdict["reasons"]) == ("PASS", [])
     assert fixed.verdict["arms_differ"]
-    assert fixed.picture.startswith(b"\x89PNG")
+    assert (fixed.folder / "rates.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_eighty_sessions_are_open_together_at_each_worker_on_a_fraction_of_a_core(fixed: Judged) -> None:
@@ -96,12 +101,29 @@ def test_eighty_sessions_are_open_together_at_each_worker_on_a_fraction_of_a_cor
     assert fixed.result["client"]["processor_s"] < 0.8 * fixed.result["client"]["load_s"]
 
 
-def test_the_fault_fails_before_all_sessions_have_run(judge: Judge) -> None:
-    judged = judge(FAULT, [], control="")
-    assert not judged.outcome.ok
-    assert judged.verdict["verdict"] == "FAIL", judged.outcome.stdout
-    assert "corrupted" in judged.codes
-    assert judged.result["stopped_early"] and len(judged.result["sessions"]) < 321
+def command(*words: str) -> tuple[int, str]:
+    """`bin/dsv4-fleet` as an operator runs it: exit code and what it prints."""
+    done = subprocess.run([ROOT / "bin" / "dsv4-fleet", *words], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_fault_fails_by_hand_before_all_sessions_have_run(
+    story: FaultFleet, fixed: Judged, tmp_path: Path
+) -> None:
+    plan, output, report = (str(tmp_path / name) for name in ("plan.json", "result.json", "verdict.json"))
+    code, text = command("judge", "--make-plan", plan, *PLAN)
+    assert (code, "can earn a PASS" in text) == (0, True), text
+    before, after = str(fixed.folder / "before"), str(fixed.folder / "after")
+    hosts = (story.address(name) for name in ("prefill1", "prefill2"))
+    prefills = [f"--prefill=http://{host}:{WORKER_PORTS['prefill']},{BOOTSTRAP_PORT}" for host in hosts]
+    where = f"--worker={FAULT}={fixed.result['workers'][FAULT]['url']}"
+    code, text = command("stress", "--plan", plan, "--facts", before, "--output", output, where, *prefills)
+    assert code == 0, text
+    assert "stopped early: a FAIL by the plan" in text
+    assert 0 < len(json.loads(Path(output).read_text())["sessions"]) < 321
+    code, text = command("judge", "--plan", plan, "--result", output, "--after", after, "--report", report)
+    assert (code, text.splitlines()[-1]) == (1, "verdict: FAIL"), text
+    assert "corrupted: found evidence of" in text
 
 
 def test_the_fault_hides_while_ge_diff_is_on_and_the_judge_says_so(judge: Judge) -> None:

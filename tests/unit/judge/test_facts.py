@@ -43,6 +43,9 @@ def test_a_flag_on_which_the_processes_disagree_is_no_fact() -> None:
 def test_an_instrument_counts_as_on_wherever_it_is_or_may_be() -> None:
     assert facts.from_inspection(seen(True, False), 0)["instruments"] == [GE_DIFF]
     assert facts.from_inspection(seen(False, False), 0)["instruments"] == []
+    without_instrument = seen(True)
+    without_instrument["passports"][0]["armed"] = []  # a flag alone may slow a server enough to hide the fault
+    assert facts.from_inspection(without_instrument, 0)["instruments"] == [GE_DIFF]
     audit = seen(False)
     audit["process"]["environment"] = {"SGLANG_DSV4_ALIAS_AUDIT": "1", GE_DIFF: "1"}
     # Of GE_DIFF the passports say how it was parsed; of the audit nothing says that it is off.

@@ -338,4 +338,6 @@ def test_targets_without_sense_are_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["stress", *words, "--output", str(tmp_path / "no.json")]) == 2
-    assert "expected" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "expected" in error
+    assert "no answer" not in error  # refused before anything was sent
