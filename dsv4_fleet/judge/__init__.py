@@ -1,0 +1,1 @@
+"""From counts of corrupted sessions to PASS, FAIL or INCONCLUSIVE."""
