@@ -26,5 +26,5 @@ def report(tmp_path: Path) -> Any:
             json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()
         ]
 
-    made.lines = events  # type: ignore[attr-defined]  # for tests only
+    made.lines = events
     return made

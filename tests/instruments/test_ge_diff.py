@@ -148,7 +148,7 @@ def model(report: Any) -> Model:
 
 
 def last(model: Model) -> dict[str, Any]:
-    return model.instrument.report.lines()[-1]  # type: ignore[no-any-return,attr-defined]
+    return model.instrument.report.lines()[-1]
 
 
 def test_without_a_fault_every_replay_is_clean(model: Model) -> None:
