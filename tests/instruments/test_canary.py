@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dsv4_probe import canary, layout
-from dsv4_probe.canary import Canary, expected_pages, slots_of
+from dsv4_probe import canary
+from dsv4_probe.canary import expected_pages, slots_of
 
-PAGES = 40
-
-
-class Server:
-    """A pool of several layers, requests in req_to_token, and one step at a time."""
-
-    def __init__(self, report: Any, kind: str = "fp8", layers: int = 2) -> None:
-        self.layout = next(one for one in layout.LAYOUTS.values() if one.name == kind)
-        self.buffers = [
-            torch.randint(0, 255, (PAGES, self.layout.page_bytes), dtype=torch.uint8) for _ in range(layers)
-        ]
-        mapping = [None, *(SimpleNamespace(compress_ratio=4, compress_layer_id=i) for i in range(layers))]
-        pool = SimpleNamespace(
-            c4_indexer_kv_pool=SimpleNamespace(index_k_with_scale_buffer=self.buffers), layer_mapping=mapping
-        )
-        self.req_to_token = torch.zeros((8, 2048), dtype=torch.int32)
-        self.runner = SimpleNamespace(
-            model_runner=SimpleNamespace(
-                token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token)
-            )
-        )
-        self.free = list(range(1, PAGES))
-        self.canary = Canary(report)
-
-    def request(self, line: int, length: int) -> None:
-        """Give a request of `length` tokens its pages."""
-        for start in range(0, length, 256):
-            page = self.free.pop(0)
-            self.req_to_token[line, start : start + 256] = torch.arange(page * 256, page * 256 + 256)
-
-    def batch(self, lines: list[int], lengths: list[int], per_row: int = 1) -> Any:
-        """A batch in which each request's newest `per_row` tokens are computed."""
-        positions, locations = [], []
-        for line, length in zip(lines, lengths, strict=True):
-            for position in range(length - per_row, length):
-                positions.append(position)
-                locations.append(int(self.req_to_token[line, position]))
-        return SimpleNamespace(
-            req_pool_indices=torch.tensor(lines),
-            positions=torch.tensor(positions),
-            out_cache_loc=torch.tensor(locations),
-            seq_lens_cpu=torch.tensor(lengths),
-        )
-
-    def write(self, layer: int, page: int, slot: int) -> None:
-        """Store something else in a slot: its values and its scale."""
-        words = self.buffers[layer][page].view(torch.int32)
-        start = slot * self.layout.value_words
-        words[start + 3] += 1
-        if self.layout.scale_words:
-            words[64 * self.layout.value_words + slot] += 1
-
-    def step(self, batch: Any, *writes: tuple[int, int, int]) -> None:
-        self.canary.begins(self.runner, "key", batch)
-        for write in writes:
-            self.write(*write)
-        self.canary.ends(self.runner, "key", batch)
-        self.canary.poll(wait=True)
-
+from tests.instruments.fakes import POOL_PAGES, Server
 
 @pytest.fixture(params=["fp8", "fp4", "bf16"])
 def server(request: Any, report: Any) -> Server:
@@ -195,7 +136,7 @@ def test_ragged_rows_are_skipped_and_counted(server: Server, report: Any) -> Non
 def test_a_pool_of_another_form_is_refused(report: Any) -> None:
     server = Server(report)
     server.request(1, 10)
-    server.buffers[:] = [torch.zeros((PAGES, 1000), dtype=torch.uint8)]
+    server.buffers[:] = [torch.zeros((POOL_PAGES, 1000), dtype=torch.uint8)]
     with pytest.raises(ValueError, match="1000 bytes; known are"):
         server.step(server.batch([1], [10]))
 
