@@ -125,12 +125,70 @@ def test_more_layers_than_memory_take_turns(report: Any, monkeypatch: Any, capsy
     assert report.events["canary", "external"] == 0  # what other layers left behind is no change
 
 
-def test_ragged_rows_are_skipped_and_counted(server: Server, report: Any) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "positions"),
+    [
+        (3, 3),  # two rows with three tokens
+        (0, 0),  # no token at all
+        (1, 1),  # fewer tokens than rows
+        (2 * (canary.MOST_TOKENS_PER_ROW + 1), 2 * (canary.MOST_TOKENS_PER_ROW + 1)),
+        (4, 3),  # a token without its position
+    ],
+)
+def test_rows_that_do_not_hold_as_many_tokens_each_are_skipped_and_counted(
+    server: Server, report: Any, tokens: int, positions: int
+) -> None:
     batch = server.batch([1, 2], [512, 260])
-    batch.out_cache_loc = batch.out_cache_loc[:1].repeat(3)
-    batch.positions = batch.positions[:1].repeat(3)
+    batch.out_cache_loc = batch.out_cache_loc[:1].repeat(tokens)
+    batch.positions = batch.positions[:1].repeat(positions)
     server.step(batch)
     assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+    server.step(server.batch([1, 2], [512, 260]))
+    assert report.events == {("canary", "clean"): 1}
+
+
+@pytest.mark.parametrize("missing", ["out_cache_loc", "positions"])
+def test_a_batch_without_places_is_skipped_and_counted(server: Server, report: Any, missing: str) -> None:
+    batch = server.batch([1], [512])
+    setattr(batch, missing, None)
+    server.step(batch)
+    assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+
+
+def test_a_batch_without_rows_is_skipped_and_counted(server: Server, report: Any) -> None:
+    server.step(server.batch([], []))
+    assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+
+
+def test_as_many_tokens_a_row_as_a_draft_may_have(server: Server, report: Any) -> None:
+    batch = server.batch([1, 2], [512, 260], per_row=canary.MOST_TOKENS_PER_ROW)
+    server.step(batch, (0, int(server.req_to_token[1, 511]) // 256, 63))
+    assert report.events == {("canary", "clean"): 1}, report.lines()
+
+
+def test_a_page_that_only_draft_tokens_reach_is_seen(server: Server, report: Any) -> None:
+    batch = server.batch([1], [260], per_row=5)  # positions 255…259, the last four in the second page
+    batch.seq_lens_cpu -= 5  # under speculative decoding, the lengths before these tokens
+    second = int(server.req_to_token[1, 256]) // 256
+    server.step(batch, (0, second, 0))
+    assert report.events == {("canary", "clean"): 1}, report.lines()
+    server.step(batch, (0, second, 9))
+    assert report.events["canary", "outside"] == 1
+
+
+def test_without_lengths_on_the_host_every_page_is_still_seen(server: Server, report: Any) -> None:
+    batch = server.batch([1], [900])
+    batch.seq_lens_cpu = None
+    server.step(batch, (1, int(server.req_to_token[1, 899]) // 256, 0))
+    assert report.events == {("canary", "outside"): 1}
+
+
+def test_more_rows_than_ever_before_are_taken_in(server: Server, report: Any) -> None:
+    server.step(server.batch([1], [512]))
+    batch = server.batch([1, 2], [513, 261])
+    server.step(batch, (0, int(server.req_to_token[2, 0]) // 256, 1))
+    assert report.events == {("canary", "clean"): 1, ("canary", "outside"): 1}
+    assert server.canary.status()["replays"] == 2
 
 
 def test_a_pool_of_another_form_is_refused(report: Any) -> None:

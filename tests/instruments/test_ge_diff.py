@@ -184,3 +184,131 @@ def test_top_k_is_compared_as_sets() -> None:
     counts, sizes = torch.zeros(7, dtype=torch.int32), torch.zeros(2)
     ge_diff.compare_logits(kept, again, torch.tensor([1024, 1024]), counts, sizes)
     assert counts[4] == 1
+
+
+@pytest.mark.parametrize("name", ["weights", "lengths", "page_table"])
+def test_every_input_of_the_logits_is_compared(model: Model, name: str) -> None:
+    model.replay(name)
+    event = last(model)
+    assert (event["verdict"], event["inputs"], event["readers"]) == ("overwritten", [name], [f"{name}@logits"])
+
+
+def test_the_scales_of_fp4_are_an_input_too(report: Any) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report), fp4=True)
+    model.capture()
+    model.replay("q_scale")
+    assert (last(model)["verdict"], last(model)["inputs"]) == ("overwritten", ["q_scale"])
+
+
+def test_each_chunk_of_rows_has_its_own_schedule(report: Any) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report), chunks=2)
+    model.schedules = [torch.arange(8, dtype=torch.int32), torch.arange(8, 16, dtype=torch.int32)]
+    model.capture()
+    model.replay()
+    assert report.events == {("ge_diff", "clean"): 1}, report.lines()
+    model.replay("late_schedule")
+    assert (last(model)["verdict"], last(model)["inputs"]) == ("late_overwrite", ["schedule"])
+
+
+@pytest.mark.parametrize("name", ["late_lengths", "late_page_table"])
+@pytest.mark.parametrize("with_metadata", [True, False])
+def test_whatever_a_reader_left_behind_is_not_followed_out_of_the_pool(
+    report: Any, name: str, with_metadata: bool
+) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report))
+    model.with_metadata = with_metadata  # without it, only the reader's own copy can be recomputed from
+    model.capture()
+    model.replay(name)  # the function itself refuses what lies outside
+    if with_metadata:
+        assert (last(model)["verdict"], last(model)["inputs"]) == ("late_overwrite", [name.removeprefix("late_")])
+
+
+def test_rows_that_upstream_pads_are_compared_as_it_pads_them(model: Model, report: Any) -> None:
+    model.metadata_rows = 6
+    model.capture()
+    for _ in range(5):
+        model.replay()
+    assert report.events == {("ge_diff", "clean"): 5}, report.lines()
+    model.replay("q")  # in the last row, which is padding
+    assert (last(model)["inputs"], last(model)["rows"]) == (["q"], 1)
+    model.replay("lengths")
+    assert last(model)["inputs"] == ["lengths"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_layers_and_calls_are_told_apart(report: Any, chunks: int) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report), chunks=chunks, layers=(2, 4, 6))
+    model.capture()
+    model.replay()
+    assert report.events == {("ge_diff", "clean"): 3}, report.lines()
+    model.replay("q")
+    assert report.events == {("ge_diff", "clean"): 5, ("ge_diff", "overwritten"): 1}
+    assert last(model)["layer"] == 6
+    [bucket] = model.ge_diff.status()["buckets"].values()
+    assert bucket["layers"] == [2, 4, 6]
+
+
+def test_a_draft_models_graph_of_the_same_key_is_another(model: Model, report: Any) -> None:
+    draft = Model(model.see)
+    draft.runner.model_runner.is_draft_worker = True
+    draft.capture()
+    model.replay("q")
+    assert last(model)["bucket"] == model.key
+    draft.replay("q")
+    assert last(model)["bucket"] == f"{model.key} draft"
+    assert set(model.ge_diff.status()["buckets"]) == {model.key, f"{model.key} draft"}
+    model.replay()
+    assert report.events["ge_diff", "clean"] == 1
+
+
+def test_nothing_of_the_graph_is_kept_alive(model: Model) -> None:
+    assert len(model.dropped) == 12 and not any(tensor() is not None for tensor in model.dropped)
+    model.replay("q")
+    assert not any(tensor() is not None for tensor in model.dropped)
+
+
+def test_smaller_buckets_use_the_largest_ones_buffers(model: Model, report: Any) -> None:
+    taken, buffers = model.ge_diff.bytes, dict(model.ge_diff.buffers)
+    other = Model(model.see, rows=3)
+    other.capture()
+    assert model.ge_diff.bytes == taken and list(model.ge_diff.buffers) == list(buffers)
+    assert all(model.ge_diff.buffers[key] is buffer for key, buffer in buffers.items())
+    for _ in range(2):
+        other.replay()
+        model.replay()
+    assert report.events == {("ge_diff", "clean"): 4}, report.lines()
+
+
+def test_the_ledger_tells_launches_and_bytes(model: Model, monkeypatch: Any) -> None:
+    [bucket] = model.ge_diff.status()["buckets"].values()
+    launches, copied = [], [0]
+    kernels = model.ge_diff.kernels
+    copy_many, digest_rows = kernels.copy_many, kernels.digest_rows
+
+    def copying(pairs: Any, *rest: Any) -> None:
+        launches.append("copy")
+        copied[0] += sum(target.numel() * target.element_size() for _, target in pairs)
+        copy_many(pairs, *rest)
+
+    def digesting(*arguments: Any) -> None:
+        launches.append("digest")
+        digest_rows(*arguments)
+
+    monkeypatch.setattr(kernels, "copy_many", copying)
+    monkeypatch.setattr(kernels, "digest_rows", digesting)
+    monkeypatch.setattr(model.ge_diff, "ends", lambda *_: None)  # what comes after the graph is not in it
+    model.replay()
+    # One launch a stash point: twice made, then the compressor's, q's, the logits', kv's and the core compressor's.
+    assert launches == ["copy"] * 5 + ["digest"] + ["copy"] * 2
+    assert (bucket["graph_nodes_added"], bucket["bytes_copied_a_replay"]) == (len(launches), copied[0])
+    assert bucket["logits_bytes_a_replay_at_most"] == 8 * TABLE * 64 * 4
+
+
+def test_logits_of_another_type_leave_the_layer_out_and_say_so(report: Any, capsys: Any) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report))
+    function = model.function
+    model.function = lambda *arguments: function(*arguments).half()
+    model.capture()
+    assert "logits are torch.float16, expected torch.float32" in capsys.readouterr().err
+    model.replay()
+    assert report.events == {("ge_diff", "inconclusive"): 1}
