@@ -222,7 +222,7 @@ class Model:
         self.see.capture_begins(self.runner, self.key)
         for capturing in (False, True):  # the warm-up, which makes the buffers; and the capture
             # What CUDA tells on a GPU; here, nobody else does.
-            self.ge_diff._capturing = lambda on=capturing: on  # type: ignore[method-assign]
+            self.ge_diff._capturing = lambda on=capturing: on
             self.run()
         self.see.capture_ends(self.runner, self.key)
 
@@ -241,3 +241,59 @@ class Model:
         self.run()
         self.fault = set()
         self.ge_diff.plan = None
+
+
+class Hooked:
+    """GE_DIFF's methods, by the calls that are spliced into upstream's files; arguments as they stand there."""
+
+    def __init__(self, hooks: Any) -> None:
+        self.hooks = hooks
+
+    @property
+    def ge_diff(self) -> ge_diff.GeDiff:
+        """GE_DIFF of this process."""
+        found = self.hooks.probe().instruments["ge_diff"]
+        assert isinstance(found, ge_diff.GeDiff)
+        return found
+
+    def made(self, layer: int, metadata: Any, **tensors: Any) -> None:
+        self.hooks.prepare_made(SimpleNamespace(layer_id=layer), SimpleNamespace(forward_metadata=metadata), **tensors)
+
+    def read(self, layer: int, reader: str, **tensors: Any) -> None:
+        if reader == "indexer_compressor":
+            self.hooks.indexer_compressed(None, SimpleNamespace(layer_id=layer), tensors["x"])
+        else:
+            self.hooks.prepare_read(SimpleNamespace(layer_id=layer), reader, **tensors)
+
+    def q_made(
+        self, layer: int, indexer: Any, metadata: Any, x: Any, q_lora: Any, q: Any, weights: Any, positions: Any
+    ) -> None:
+        backend = SimpleNamespace(forward_metadata=metadata)
+        self.hooks.indexer_q_made(backend, indexer, x, q_lora, positions, q, weights)
+
+    def logits(self, layer: int, function: Any, logits: Any, arguments: Any) -> None:
+        self.hooks.logits_read(None, SimpleNamespace(layer_id=layer), function, logits, *arguments)
+
+    def capture_begins(self, runner: Any, key: Any) -> None:
+        self.hooks.capture_begins(runner, key)
+
+    def capture_ends(self, runner: Any, key: Any) -> None:
+        self.hooks.capture_ends(runner, key)
+
+    def begins(self, runner: Any, key: Any, batch: Any) -> None:
+        self.hooks.replay_begins(runner, key, batch)
+
+    def ends(self, runner: Any, key: Any, batch: Any) -> None:
+        self.hooks.replay_ends(runner, key, batch)
+
+    def poll(self, wait: bool) -> None:
+        self.hooks.probe().flush()
+
+
+def hooked(hooks: Any, report: Any, **arguments: Any) -> Model:
+    """A model of which each hook is called, with a pool and a batch for the canary; by `hooks`, dsv4_probe's."""
+    server = Server(report)
+    server.request(1, 600)
+    model = Model(Hooked(hooks), **arguments)
+    model.runner, model.batch = server.runner, server.batch([1], [512])
+    return model

@@ -11,6 +11,7 @@ from dsv4_probe.canary import expected_pages, slots_of
 
 from tests.instruments.fakes import POOL_PAGES, Server
 
+
 @pytest.fixture(params=["fp8", "fp4", "bf16"])
 def server(request: Any, report: Any) -> Server:
     made = Server(report, request.param)

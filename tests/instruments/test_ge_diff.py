@@ -12,6 +12,7 @@ from dsv4_probe.settings import Settings
 
 from tests.instruments.fakes import TABLE, Model
 
+
 @pytest.fixture
 def model(report: Any) -> Model:
     made = Model(GeDiff(Settings(ge_diff=True), report))
