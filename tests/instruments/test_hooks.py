@@ -115,12 +115,23 @@ def test_an_instrument_that_fails_disarms_itself_says_so_once_and_the_others_go_
     assert capsys.readouterr().err.count("canary is disarmed") == 1
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each time that the settings are read."""
+    asked: list[int] = []
+    read = settings.read
+
+    def counting() -> settings.Settings:
+        asked.append(1)
+        return read()
+
+    monkeypatch.setattr(settings, "read", counting)
+    return asked
+
+
 def test_settings_are_read_once_and_a_wrong_one_is_said_once(
     armed: Armed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    asked = []
-    read = settings.read
-    monkeypatch.setattr(settings, "read", lambda: (asked.append(1), read())[1])
+    asked = counted(monkeypatch)
     armed("ge_diff", SGLANG_DSV4_GE_DIFF_EVERY="0")
     for _ in range(3):
         hooks.capture_begins(None, "key")
@@ -130,9 +141,7 @@ def test_settings_are_read_once_and_a_wrong_one_is_said_once(
 
 
 def test_with_no_flag_the_settings_are_read_once(armed: Armed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
-    read = settings.read
-    monkeypatch.setattr(settings, "read", lambda: (asked.append(1), read())[1])
+    asked = counted(monkeypatch)
     armed()
     for _ in range(3):
         hooks.replay_begins(None, "key", None)
