@@ -64,6 +64,7 @@ def test_the_status_file_tells_what_is_alive_and_what_it_costs(armed: Armed, tmp
     assert (told["format"], told["pid"], told["rank"], told["release"]) == (1, os.getpid(), 0, "ab" * 32)
     assert told["flags"] == {FLAGS["ge_diff"]: True, FLAGS["canary"]: True, FLAGS["alias_audit"]: False}
     assert (told["armed"], told["disarmed"], told["replays"]) == (["canary", "ge_diff"], {}, 4)
+    assert told["live"] == [FLAGS["ge_diff"], FLAGS["canary"]]
     assert told["events"] == {"canary": {"clean": 4}, "ge_diff": {"clean": 3, "overwritten": 1}}
     assert told["suppressed"] == {}
     bucket = told["ge_diff"]["buckets"][model.key]
@@ -107,7 +108,7 @@ def test_an_instrument_that_fails_disarms_itself_says_so_once_and_the_others_go_
     for _ in range(3):
         model.replay()
     told = status(tmp_path)
-    assert told["armed"] == ["ge_diff"] and list(told["disarmed"]) == ["canary"]
+    assert told["armed"] == ["ge_diff"] and told["live"] == [FLAGS["ge_diff"]] and list(told["disarmed"]) == ["canary"]
     assert "this is not a DeepSeek-V4 server" in told["disarmed"]["canary"]
     assert told["events"] == {"canary": {"disarmed": 1}, "ge_diff": {"clean": 3}}
     [event] = lines(tmp_path)
