@@ -184,6 +184,28 @@ def test_without_lengths_on_the_host_every_page_is_still_seen(server: Server, re
     assert report.events == {("canary", "outside"): 1}
 
 
+def test_what_was_found_is_told_at_the_next_replay(server: Server, report: Any) -> None:
+    batch = server.batch([1], [512])
+    server.canary.begins(server.runner, "key", batch)
+    server.write(0, int(server.req_to_token[1, 0]) // 256, 7)
+    server.canary.ends(server.runner, "key", batch)
+    assert not report.events
+    server.canary.begins(server.runner, "key", batch)
+    assert report.events == {("canary", "outside"): 1}
+
+
+def test_rows_longer_than_there_is_memory_for_are_watched_as_far_as_it_goes(
+    server: Server, report: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(canary, "MAX_BYTES", 3 * 65 * 4)  # one row's first three pages, on one layer
+    batch = server.batch([1], [768])
+    batch.seq_lens_cpu -= 1
+    server.step(batch, (0, int(server.req_to_token[1, 600]) // 256, 7))  # in the third page
+    assert report.events == {("canary", "outside"): 1} and server.canary.status()["skipped"] == {}
+    server.step(server.batch([1], [900]))
+    assert server.canary.status()["skipped"] == {"pages past the kept width": 1}
+
+
 def test_more_rows_than_ever_before_are_taken_in(server: Server, report: Any) -> None:
     server.step(server.batch([1], [512]))
     batch = server.batch([1, 2], [513, 261])
