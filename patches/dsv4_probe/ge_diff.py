@@ -97,6 +97,7 @@ class BucketPlan:
     shared: dict[str, Copy] = field(default_factory=dict)
     launches: int = 0
     copied: int = 0
+    logits: int = 0
 
 
 class GeDiff:
@@ -260,6 +261,7 @@ class GeDiff:
                     "layers": sorted(layer for layer, state in plan.layers.items() if state.parts),
                     "graph_nodes_added": plan.launches,
                     "bytes_copied_a_replay": plan.copied,
+                    "logits_bytes_a_replay_at_most": plan.logits,
                 }
                 for plan in self.plans.values()
             },
@@ -406,7 +408,8 @@ class GeDiff:
             for source, target in odd:
                 target.view(source.dtype).view(source.shape).copy_(source)
                 plan.launches += 1
-            plan.copied += sum(target.numel() for _, target in pairs)
+            plan.copied += sum(target.numel() * target.element_size() for _, target in pairs)
+            plan.logits += 0 if kept is None else kept.numel() * kept.element_size()
         for at in range(0, len(whole), self.kernels.SLOTS):
             last = at + self.kernels.SLOTS >= len(whole)
             rest = (logits, kept, lengths, self.window) if last else (None, None, None, None)

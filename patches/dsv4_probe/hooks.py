@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from . import settings
+from . import INSTRUMENTS, settings
 
 _probe: Any = None
 _settled = False
@@ -81,6 +81,7 @@ class Probe:
         self.report.write_status(
             True,
             armed=sorted(self.instruments),
+            live=sorted(flag for flag, name in INSTRUMENTS.items() if name in self.instruments),
             replays=self.replays,
             hooks_captured=self.captured,
             **{name: instrument.status() for name, instrument in self.instruments.items()},

@@ -61,7 +61,7 @@ def digest_rows(
 ) -> None:
     """As kernels.digest_rows."""
     words = pages.reshape(pages.shape[0], -1).view(torch.int32)
-    used = page_table.to(torch.int64).clamp(min=0)
+    used = page_table.to(torch.int64).clamp(0, words.shape[0] - 1)
     rows, width = used.shape
     digests = token_digests(words[used.reshape(-1)], layout).reshape(rows, width * PAGE_TOKENS)
     place = torch.arange(width * PAGE_TOKENS, device=out.device)

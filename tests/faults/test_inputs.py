@@ -75,6 +75,7 @@ SAID = [
     ('dsv4_flag_ge_diff: ""', "dsv4_flag_ge_diff: found ''", MINE),
     ("dsv4_flag_gediff: true", "dsv4_flag_gediff: found a variable", "dsv4_flag_ge_diff", MINE),
     ("dsv4_extra_env: {SGLANG_OPT_USE_MULTISTREAM_OVERLAP: 0}", "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP", MINE),
+    ("dsv4_extra_env: {SGLANG_DSV4_GE_DIFF_EVRY: 8}", "Close to it: SGLANG_DSV4_GE_DIFF_EVERY", MINE),
     ("dsv4_extra_env: {SGL_LOG_MS: 1}", "legacy SGL_ name", "SGLANG_LOG_MS", MINE),
     ('dsv4_extra_env: {SGLANG_LOG_MS: "1\\u200b"}', "U+200B", "SGLANG_LOG_MS", MINE),
     ("dsv4_extra_env: {SGLANG_SORT_WEIGHT_FILES: soon}", "SGLANG_SORT_WEIGHT_FILES is 'soon'; expected a whole number", MINE),
@@ -98,6 +99,14 @@ def test_what_cannot_be_right_is_refused_with_its_place_and_nothing_is_touched(f
             assert said in text, f"{line}: expected {said!r} in:\n{text}"
         assert "hunter2" not in text
     assert not touched(fleet)
+
+
+def test_what_the_instruments_in_the_release_read_may_be_set(fleet: FaultFleet, tmp_path: Path) -> None:
+    line = 'dsv4_extra_env: {SGLANG_DSV4_GE_DIFF_EVERY: 8, SGLANG_DSV4_GE_DIFF_LAYERS: "0-3,10", SGLANG_DSV4_ALIAS_AUDIT: true}'
+    outcome = check(fleet, tmp_path, {MINE: f"---\n{line}\n"}, limit="decode1")
+    assert outcome.ok, outcome.stdout
+    for said in ("GE_DIFF_EVERY=8", "GE_DIFF_LAYERS=0-3,10", "ALIAS_AUDIT=1"):
+        assert f"+export SGLANG_DSV4_{said}\n" in outcome.stdout, outcome.stdout
 
 
 def test_a_duplicate_key_is_an_error_that_names_it(fleet: FaultFleet, tmp_path: Path) -> None:

@@ -71,6 +71,25 @@ def test_as_wanted_ends_with_0_and_tells_of_every_worker(wanted: FaultFleet, pla
     assert operate.marks(wanted, DECODES) == before
 
 
+def test_what_the_instruments_of_a_live_process_say_is_shown(wanted: FaultFleet, place: Path) -> None:
+    run = operate.live(wanted, "decode1")["DSV4_FLEET_PASSPORTS"]
+    passport = json.loads(wanted.run("decode1", ["sh", "-c", f"cat $(ls {run}/*.json | head -n 1)"]).out)
+    told = {name: passport[name] for name in ("format", "pid", "release")}
+    told |= {"rank": 0, "live": [], "disarmed": {"ge_diff": "torch sees no CUDA device"}, "replays": 0}
+    wanted.run("decode1", ["mkdir", f"{run}/instruments"])
+    try:
+        wanted.write("decode1", f"{run}/instruments/{passport['pid']}.json", json.dumps(told), 0o644)
+        wanted.write("decode1", f"{run}/instruments/1.json", json.dumps({**told, "pid": 1}), 0o644)  # no such passport
+        outcome = status(wanted, place)
+    finally:
+        wanted.run("decode1", ["rm", "-r", f"{run}/instruments"])
+    assert outcome.ok, outcome.stdout
+    [one] = rows(outcome)["decode1"]["instruments"]
+    assert (one["pid"], one["disarmed"]) == (passport["pid"], told["disarmed"])
+    assert f"    instruments of process {passport['pid']} (rank 0): none at work in 0 graphs" in outcome.stdout
+    assert "ge_diff disarmed: torch sees no CUDA device" in outcome.stdout
+
+
 @pytest.fixture(scope="module")
 def drifted(wanted: FaultFleet, place: Path) -> Iterator[tuple[Outcome, FaultFleet]]:
     """decode1's script is edited, decode2 is stopped, decode3 is taken out of the router."""

@@ -14,6 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "patches"))  # as in a releas
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Random tensors are the same ones in every run."""
+    torch.manual_seed(4)
+
+
 @pytest.fixture
 def report(tmp_path: Path) -> Any:
     """A report whose events a test can read back by `events()`."""
@@ -26,5 +32,5 @@ def report(tmp_path: Path) -> Any:
             json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()
         ]
 
-    made.lines = events  # type: ignore[attr-defined]  # for tests only
+    made.lines = events
     return made

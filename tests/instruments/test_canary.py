@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from dsv4_probe import canary, layout
-from dsv4_probe.canary import Canary, expected_pages, slots_of
+from dsv4_probe import canary
+from dsv4_probe.canary import expected_pages, slots_of
 
-PAGES = 40
-
-
-class Server:
-    """A pool of several layers, requests in req_to_token, and one step at a time."""
-
-    def __init__(self, report: Any, kind: str = "fp8", layers: int = 2) -> None:
-        self.layout = next(one for one in layout.LAYOUTS.values() if one.name == kind)
-        self.buffers = [
-            torch.randint(0, 255, (PAGES, self.layout.page_bytes), dtype=torch.uint8) for _ in range(layers)
-        ]
-        mapping = [None, *(SimpleNamespace(compress_ratio=4, compress_layer_id=i) for i in range(layers))]
-        pool = SimpleNamespace(
-            c4_indexer_kv_pool=SimpleNamespace(index_k_with_scale_buffer=self.buffers), layer_mapping=mapping
-        )
-        self.req_to_token = torch.zeros((8, 2048), dtype=torch.int32)
-        self.runner = SimpleNamespace(
-            model_runner=SimpleNamespace(
-                token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token)
-            )
-        )
-        self.free = list(range(1, PAGES))
-        self.canary = Canary(report)
-
-    def request(self, line: int, length: int) -> None:
-        """Give a request of `length` tokens its pages."""
-        for start in range(0, length, 256):
-            page = self.free.pop(0)
-            self.req_to_token[line, start : start + 256] = torch.arange(page * 256, page * 256 + 256)
-
-    def batch(self, lines: list[int], lengths: list[int], per_row: int = 1) -> Any:
-        """A batch in which each request's newest `per_row` tokens are computed."""
-        positions, locations = [], []
-        for line, length in zip(lines, lengths, strict=True):
-            for position in range(length - per_row, length):
-                positions.append(position)
-                locations.append(int(self.req_to_token[line, position]))
-        return SimpleNamespace(
-            req_pool_indices=torch.tensor(lines),
-            positions=torch.tensor(positions),
-            out_cache_loc=torch.tensor(locations),
-            seq_lens_cpu=torch.tensor(lengths),
-        )
-
-    def write(self, layer: int, page: int, slot: int) -> None:
-        """Store something else in a slot: its values and its scale."""
-        words = self.buffers[layer][page].view(torch.int32)
-        start = slot * self.layout.value_words
-        words[start + 3] += 1
-        if self.layout.scale_words:
-            words[64 * self.layout.value_words + slot] += 1
-
-    def step(self, batch: Any, *writes: tuple[int, int, int]) -> None:
-        self.canary.begins(self.runner, "key", batch)
-        for write in writes:
-            self.write(*write)
-        self.canary.ends(self.runner, "key", batch)
-        self.canary.poll(wait=True)
+from tests.instruments.fakes import POOL_PAGES, Server
 
 
 @pytest.fixture(params=["fp8", "fp4", "bf16"])
@@ -184,18 +126,98 @@ def test_more_layers_than_memory_take_turns(report: Any, monkeypatch: Any, capsy
     assert report.events["canary", "external"] == 0  # what other layers left behind is no change
 
 
-def test_ragged_rows_are_skipped_and_counted(server: Server, report: Any) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "positions"),
+    [
+        (3, 3),  # two rows with three tokens
+        (0, 0),  # no token at all
+        (1, 1),  # fewer tokens than rows
+        (2 * (canary.MOST_TOKENS_PER_ROW + 1), 2 * (canary.MOST_TOKENS_PER_ROW + 1)),
+        (4, 3),  # a token without its position
+    ],
+)
+def test_rows_that_do_not_hold_as_many_tokens_each_are_skipped_and_counted(
+    server: Server, report: Any, tokens: int, positions: int
+) -> None:
     batch = server.batch([1, 2], [512, 260])
-    batch.out_cache_loc = batch.out_cache_loc[:1].repeat(3)
-    batch.positions = batch.positions[:1].repeat(3)
+    batch.out_cache_loc = batch.out_cache_loc[:1].repeat(tokens)
+    batch.positions = batch.positions[:1].repeat(positions)
     server.step(batch)
     assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+    server.step(server.batch([1, 2], [512, 260]))
+    assert report.events == {("canary", "clean"): 1}
+
+
+@pytest.mark.parametrize("missing", ["out_cache_loc", "positions"])
+def test_a_batch_without_places_is_skipped_and_counted(server: Server, report: Any, missing: str) -> None:
+    batch = server.batch([1], [512])
+    setattr(batch, missing, None)
+    server.step(batch)
+    assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+
+
+def test_a_batch_without_rows_is_skipped_and_counted(server: Server, report: Any) -> None:
+    server.step(server.batch([], []))
+    assert server.canary.status()["skipped"] == {"no even rows": 1} and not report.events
+
+
+def test_as_many_tokens_a_row_as_a_draft_may_have(server: Server, report: Any) -> None:
+    batch = server.batch([1, 2], [512, 260], per_row=canary.MOST_TOKENS_PER_ROW)
+    server.step(batch, (0, int(server.req_to_token[1, 511]) // 256, 63))
+    assert report.events == {("canary", "clean"): 1}, report.lines()
+
+
+def test_a_page_that_only_draft_tokens_reach_is_seen(server: Server, report: Any) -> None:
+    batch = server.batch([1], [260], per_row=5)  # positions 255…259, the last four in the second page
+    batch.seq_lens_cpu -= 5  # under speculative decoding, the lengths before these tokens
+    second = int(server.req_to_token[1, 256]) // 256
+    server.step(batch, (0, second, 0))
+    assert report.events == {("canary", "clean"): 1}, report.lines()
+    server.step(batch, (0, second, 9))
+    assert report.events["canary", "outside"] == 1
+
+
+def test_without_lengths_on_the_host_every_page_is_still_seen(server: Server, report: Any) -> None:
+    batch = server.batch([1], [900])
+    batch.seq_lens_cpu = None
+    server.step(batch, (1, int(server.req_to_token[1, 899]) // 256, 0))
+    assert report.events == {("canary", "outside"): 1}
+
+
+def test_what_was_found_is_told_at_the_next_replay(server: Server, report: Any) -> None:
+    batch = server.batch([1], [512])
+    server.canary.begins(server.runner, "key", batch)
+    server.write(0, int(server.req_to_token[1, 0]) // 256, 7)
+    server.canary.ends(server.runner, "key", batch)
+    assert not report.events
+    server.canary.begins(server.runner, "key", batch)
+    assert report.events == {("canary", "outside"): 1}
+
+
+def test_rows_longer_than_there_is_memory_for_are_watched_as_far_as_it_goes(
+    server: Server, report: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(canary, "MAX_BYTES", 3 * 65 * 4)  # one row's first three pages, on one layer
+    batch = server.batch([1], [768])
+    batch.seq_lens_cpu -= 1
+    server.step(batch, (0, int(server.req_to_token[1, 600]) // 256, 7))  # in the third page
+    assert report.events == {("canary", "outside"): 1} and server.canary.status()["skipped"] == {}
+    server.step(server.batch([1], [900]))
+    assert server.canary.status()["skipped"] == {"pages past the kept width": 1}
+
+
+def test_more_rows_than_ever_before_are_taken_in(server: Server, report: Any) -> None:
+    server.step(server.batch([1], [512]))
+    batch = server.batch([1, 2], [513, 261])
+    server.step(batch, (0, int(server.req_to_token[2, 0]) // 256, 1))
+    assert report.events == {("canary", "clean"): 1, ("canary", "outside"): 1}
+    assert server.canary.status()["replays"] == 2
 
 
 def test_a_pool_of_another_form_is_refused(report: Any) -> None:
     server = Server(report)
     server.request(1, 10)
-    server.buffers[:] = [torch.zeros((PAGES, 1000), dtype=torch.uint8)]
+    server.buffers[:] = [torch.zeros((POOL_PAGES, 1000), dtype=torch.uint8)]
     with pytest.raises(ValueError, match="1000 bytes; known are"):
         server.step(server.batch([1], [10]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,133 +10,7 @@ from dsv4_probe import ge_diff
 from dsv4_probe.ge_diff import GeDiff
 from dsv4_probe.settings import Settings
 
-HEADS, DIM, PAGE_BYTES, PAGES, TABLE = 64, 128, 64 * 132, 12, 4
-
-
-def logits_function(
-    q: Any, pages: Any, weights: Any, lengths: Any, table: Any, schedule: Any, longest: int, clean: bool
-) -> torch.Tensor:
-    """A stand-in for the logits function with upstream's arguments and shapes: [rows, longest] float32."""
-    q = q[0].to(torch.float32) if isinstance(q, tuple) else q.to(torch.float32)
-    rows = q.shape[0]
-    keys = pages.reshape(PAGES, -1)[table.long()].reshape(rows, -1).to(torch.float32)[:, :longest]
-    # Sums in double: their order does not show in the result, as it would not in one kernel's.
-    total = q.reshape(rows, -1).double().sum(1, keepdim=True) + weights.double().sum(1, keepdim=True)
-    out = keys * total.float()
-    place = torch.arange(longest)[None]
-    return torch.where(place < lengths.reshape(-1, 1), out, torch.rand(rows, longest))  # the tail is garbage
-
-
-class Indexer:
-    """compute_weights and compute_q with upstream's shapes."""
-
-    layer_id = 2
-
-    def __init__(self, fp4: bool = False) -> None:
-        self.fp4 = fp4
-
-    def compute_weights(self, x: torch.Tensor, skip_scale: bool = False) -> torch.Tensor:
-        return x[:, :HEADS] * 0.5
-
-    def compute_q(self, q_lora: torch.Tensor, positions: Any, weights: Any) -> tuple[Any, torch.Tensor]:
-        q = q_lora.repeat(1, HEADS * DIM // q_lora.shape[1]).view(-1, HEADS, DIM)
-        q = q + positions[:, None, None].to(q.dtype)
-        weights = weights.to(torch.float32).unsqueeze(-1)
-        if self.fp4:
-            return (
-                q.to(torch.float8_e4m3fn).view(torch.uint8)[..., :64].contiguous(),
-                q[:, :, 0].float(),
-            ), weights
-        return q.to(torch.float8_e4m3fn), weights
-
-
-class Model:
-    """One layer, its graph's inputs and pool, and a capture and replay that call the hooks in order."""
-
-    def __init__(self, instrument: GeDiff, rows: int = 8, fp4: bool = False, chunks: int = 1) -> None:
-        self.instrument, self.rows, self.chunks = instrument, rows, chunks
-        self.indexer = Indexer(fp4)
-        self.pages = torch.randint(0, 200, (PAGES, PAGE_BYTES), dtype=torch.uint8)
-        self.runner = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=None))
-        self.positions = torch.arange(rows)
-        self.function = logits_function
-        self.fault: dict[str, Any] = {}
-        self.overlap = True
-        self.key = f"ShapeKey(size={rows})"
-
-    def run(self) -> None:
-        """What the captured graph does: new values each time, at every hook as upstream has it."""
-        rows, see = self.rows, self.instrument
-        x = torch.randn(rows, 256, dtype=torch.bfloat16)
-        qkv_a = x[:, :192].clone()
-        q_lora = qkv_a[:, :128].contiguous()
-        lengths = torch.randint(1, TABLE * 64, (rows, 1), dtype=torch.int32)
-        lengths[0] = 0
-        table = torch.randint(0, PAGES, (rows, TABLE), dtype=torch.int32)
-        metadata = SimpleNamespace(
-            indexer_metadata=SimpleNamespace(
-                c4_seq_lens=lengths[:, 0].contiguous(), page_table=table, deep_gemm_metadata=None
-            )
-        )
-        if self.overlap:
-            see.made(2, metadata, x=x, qkv_a=qkv_a)
-            see.made(2, metadata, x=x, q_lora=q_lora)
-            self._strike("x", x)
-            see.read(2, "indexer_compressor", x=x)
-        self._strike("q_lora", q_lora)
-        weights = self.indexer.compute_weights(x)
-        q, weights = self.indexer.compute_q(q_lora, self.positions, weights)
-        self._strike("late_q_lora", q_lora)
-        see.q_made(2, self.indexer, metadata, x, q_lora, q=q, weights=weights, positions=self.positions)
-        if not self.overlap:
-            self._strike("x", x)
-            see.read(2, "indexer_compressor", x=x)
-        q_in = tuple(t.unsqueeze(1) for t in q) if isinstance(q, tuple) else q.unsqueeze(1)
-        weights = weights.squeeze(2)
-        self._strike("q", q[0] if isinstance(q, tuple) else q)
-        pages = self.pages.view(PAGES, 64, 1, 132)
-        step = -(-rows // self.chunks)
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            row_q = tuple(t[part] for t in q_in) if isinstance(q_in, tuple) else q_in[part]
-            arguments = (row_q, pages, weights[part], lengths[part], table[part], None, TABLE * 64, False)
-            logits = self.function(*arguments)
-            if "kernel" in self.fault:
-                logits[int(lengths[part].argmax()), 0] = 1e30
-            self._strike("late_q", q[0] if isinstance(q, tuple) else q)
-            self._strike("lengths", lengths)
-            see.logits(2, logits_function, logits, arguments)
-        if self.overlap:
-            self._strike("qkv_a", qkv_a)
-            see.read(2, "kv", qkv_a=qkv_a)
-            see.read(2, "compressor", x=x)
-        if "k" in self.fault:
-            self.pages[table[int(lengths.argmax()), 0], 0] ^= 1
-
-    def _strike(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self.fault:
-            tensor.view(torch.uint8).reshape(-1)[-4:] ^= 85
-
-    def capture(self) -> None:
-        self.instrument.capture_begins(self.runner, self.key)
-        self.run()  # the warm-up, which makes the buffers
-        self.run()
-        self.instrument.capture_ends(self.runner, self.key)
-
-    def replay(self, key: Any = None, **fault: Any) -> None:
-        self.fault = fault
-        self.instrument.begins(self.runner, self.key, None)
-        self._replayed()
-        self.instrument.ends(self.runner, key or self.key, None)
-        self.instrument.poll(wait=True)
-
-    def _replayed(self) -> None:
-        """On the CPU nothing is recorded: the hooks' copies are done again, as a graph's nodes would."""
-        plan = self.instrument.plans[id(self.runner), self.key]
-        tags = plan.tag
-        self.instrument.plan = ge_diff.BucketPlan(self.key, tags)
-        self.run()
-        self.instrument.plan = None
+from tests.instruments.fakes import TABLE, Model
 
 
 @pytest.fixture
@@ -148,14 +21,14 @@ def model(report: Any) -> Model:
 
 
 def last(model: Model) -> dict[str, Any]:
-    return model.instrument.report.lines()[-1]  # type: ignore[no-any-return,attr-defined]
+    return model.ge_diff.report.lines()[-1]
 
 
 def test_without_a_fault_every_replay_is_clean(model: Model) -> None:
     for _ in range(20):
         model.replay()
-    assert model.instrument.report.events == {("ge_diff", "clean"): 20}
-    assert model.instrument.report.lines() == []
+    assert model.ge_diff.report.events == {("ge_diff", "clean"): 20}
+    assert model.ge_diff.report.lines() == []
 
 
 @pytest.mark.parametrize(
@@ -170,7 +43,7 @@ def test_without_a_fault_every_replay_is_clean(model: Model) -> None:
 def test_an_input_overwritten_in_flight_is_named(
     model: Model, fault: str, name: str, readers: list[str]
 ) -> None:
-    model.replay(**{fault: True})
+    model.replay(fault)
     event = last(model)
     assert (event["verdict"], event["inputs"], event["readers"]) == ("overwritten", [name], readers)
     assert event["alarm"] is True and event["layer"] == 2 and event["bucket"] == model.key
@@ -178,15 +51,15 @@ def test_an_input_overwritten_in_flight_is_named(
 
 
 def test_overwritten_only_after_every_reader_is_late(model: Model) -> None:
-    model.replay(late_q=True)
+    model.replay("late_q")
     assert (last(model)["verdict"], last(model)["inputs"]) == ("late_overwrite", ["q"])
-    model.replay(late_q_lora=True)
+    model.replay("late_q_lora")
     assert (last(model)["verdict"], last(model)["inputs"]) == ("late_overwrite", ["q_lora"])
     assert last(model)["alarm"] is False
 
 
 def test_a_wrong_kernel_is_the_kernels(model: Model) -> None:
-    model.replay(kernel=True)
+    model.replay("kernel")
     event = last(model)
     assert (event["verdict"], event["inputs"], event["logits_words"], event["rows"]) == ("kernel", [], 1, 1)
     assert event["largest_difference"] == pytest.approx(1e30)
@@ -194,23 +67,23 @@ def test_a_wrong_kernel_is_the_kernels(model: Model) -> None:
 
 
 def test_a_changed_page_says_nothing_of_the_kernel(model: Model) -> None:
-    model.replay(k=True)
+    model.replay("k")
     assert last(model)["verdict"] == "k_changed" and last(model)["alarm"] is False
 
 
 def test_a_bucket_without_a_stash_is_never_compared(model: Model) -> None:
-    model.replay(key="ShapeKey(size=99)", q=True)
+    model.replay("q", key="ShapeKey(size=99)")
     assert last(model)["verdict"] == "inconclusive" and "no stash" in last(model)["reason"]
-    assert model.instrument.compared == 0
+    assert model.ge_diff.compared == 0
 
 
 def test_the_stash_of_another_bucket_is_never_compared(model: Model, report: Any) -> None:
-    other = Model(model.instrument, rows=4)
+    other = Model(model.see, rows=4)
     other.runner = model.runner
     other.capture()
     model.replay()
-    model.instrument.ends(model.runner, other.key, None)  # nothing of that bucket was replayed
-    model.instrument.poll(wait=True)
+    model.ge_diff.ends(model.runner, other.key, None)  # nothing of that bucket was replayed
+    model.ge_diff.poll(wait=True)
     assert last(model)["verdict"] == "inconclusive" and "another bucket" in last(model)["reason"]
     other.replay()
     model.replay()
@@ -218,10 +91,10 @@ def test_the_stash_of_another_bucket_is_never_compared(model: Model, report: Any
 
 
 def test_recapture_arms_again_with_other_rows(model: Model, report: Any) -> None:
-    model.rows, model.positions = 6, torch.arange(6)
+    model.rows = 6
     model.capture()
     model.replay()
-    model.replay(q=True)
+    model.replay("q")
     assert report.events == {("ge_diff", "clean"): 1, ("ge_diff", "overwritten"): 1}
 
 
@@ -235,9 +108,9 @@ def test_forms_of_q_row_chunks_and_paths(report: Any, fp4: bool, chunks: int, ov
     model.replay()
     assert report.events == {("ge_diff", "clean"): 1}, report.lines()
     for fault in ("q", "x"):
-        model.replay(**{fault: True})
+        model.replay(fault)
         assert (last(model)["verdict"], last(model)["inputs"]) == ("overwritten", [fault])
-    model.replay(kernel=True)
+    model.replay("kernel")
     assert last(model)["verdict"] == "kernel"
 
 
@@ -249,7 +122,7 @@ def test_only_each_nth_replay_and_only_wanted_layers(report: Any) -> None:
     assert report.events == {("ge_diff", "clean"): 2}
     other = Model(GeDiff(Settings(ge_diff=True, layers=frozenset({5})), report))
     other.capture()
-    assert other.instrument.plans == {} and other.instrument.bytes == 0
+    assert other.ge_diff.plans == {} and other.ge_diff.bytes == 0
 
 
 def test_past_the_allowed_memory_logits_are_kept_in_slices(report: Any, capsys: Any) -> None:
@@ -271,7 +144,7 @@ def test_past_the_allowed_memory_logits_are_kept_in_slices(report: Any, capsys: 
     assert report.events == {("ge_diff", "clean"): 8}, report.lines()
     seen = []
     for _ in range(8):
-        model.replay(kernel=True)  # the fault is in the first column: one window in four sees it
+        model.replay("kernel")  # the fault is in the first column: one window in four sees it
         seen.append(last(model)["verdict"] if report.lines() else "clean")
     assert report.events["ge_diff", "kernel"] == 2
 
@@ -280,7 +153,7 @@ def test_no_room_at_all_leaves_the_layer_out_and_says_so(report: Any, capsys: An
     model = Model(GeDiff(Settings(ge_diff=True, max_bytes=4096), report))
     model.capture()
     assert "is left out" in capsys.readouterr().err
-    model.instrument.ends(model.runner, model.key, None)
+    model.ge_diff.ends(model.runner, model.key, None)
     assert report.events == {("ge_diff", "inconclusive"): 1}
 
 
@@ -312,3 +185,131 @@ def test_top_k_is_compared_as_sets() -> None:
     counts, sizes = torch.zeros(7, dtype=torch.int32), torch.zeros(2)
     ge_diff.compare_logits(kept, again, torch.tensor([1024, 1024]), counts, sizes)
     assert counts[4] == 1
+
+
+@pytest.mark.parametrize("name", ["weights", "lengths", "page_table"])
+def test_every_input_of_the_logits_is_compared(model: Model, name: str) -> None:
+    model.replay(name)
+    event = last(model)
+    assert (event["verdict"], event["inputs"], event["readers"]) == ("overwritten", [name], [f"{name}@logits"])
+
+
+def test_the_scales_of_fp4_are_an_input_too(report: Any) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report), fp4=True)
+    model.capture()
+    model.replay("q_scale")
+    assert (last(model)["verdict"], last(model)["inputs"]) == ("overwritten", ["q_scale"])
+
+
+def test_each_chunk_of_rows_has_its_own_schedule(report: Any) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report), chunks=2)
+    model.schedules = [torch.arange(8, dtype=torch.int32), torch.arange(8, 16, dtype=torch.int32)]
+    model.capture()
+    model.replay()
+    assert report.events == {("ge_diff", "clean"): 1}, report.lines()
+    model.replay("late_schedule")
+    assert (last(model)["verdict"], last(model)["inputs"]) == ("late_overwrite", ["schedule"])
+
+
+@pytest.mark.parametrize("name", ["late_lengths", "late_page_table"])
+@pytest.mark.parametrize("with_metadata", [True, False])
+def test_whatever_a_reader_left_behind_is_not_followed_out_of_the_pool(
+    report: Any, name: str, with_metadata: bool
+) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report))
+    model.with_metadata = with_metadata  # without it, only the reader's own copy can be recomputed from
+    model.capture()
+    model.replay(name)  # the function itself refuses what lies outside
+    if with_metadata:
+        assert (last(model)["verdict"], last(model)["inputs"]) == ("late_overwrite", [name.removeprefix("late_")])
+
+
+def test_rows_that_upstream_pads_are_compared_as_it_pads_them(model: Model, report: Any) -> None:
+    model.metadata_rows = 6
+    model.capture()
+    for _ in range(5):
+        model.replay()
+    assert report.events == {("ge_diff", "clean"): 5}, report.lines()
+    model.replay("q")  # in the last row, which is padding
+    assert (last(model)["inputs"], last(model)["rows"]) == (["q"], 1)
+    model.replay("lengths")
+    assert last(model)["inputs"] == ["lengths"]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_layers_and_calls_are_told_apart(report: Any, chunks: int) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report), chunks=chunks, layers=(2, 4, 6))
+    model.capture()
+    model.replay()
+    assert report.events == {("ge_diff", "clean"): 3}, report.lines()
+    model.replay("q")
+    assert report.events == {("ge_diff", "clean"): 5, ("ge_diff", "overwritten"): 1}
+    assert last(model)["layer"] == 6
+    [bucket] = model.ge_diff.status()["buckets"].values()
+    assert bucket["layers"] == [2, 4, 6]
+
+
+def test_a_draft_models_graph_of_the_same_key_is_another(model: Model, report: Any) -> None:
+    draft = Model(model.see)
+    draft.runner.model_runner.is_draft_worker = True
+    draft.capture()
+    model.replay("q")
+    assert last(model)["bucket"] == model.key
+    draft.replay("q")
+    assert last(model)["bucket"] == f"{model.key} draft"
+    assert set(model.ge_diff.status()["buckets"]) == {model.key, f"{model.key} draft"}
+    model.replay()
+    assert report.events["ge_diff", "clean"] == 1
+
+
+def test_nothing_of_the_graph_is_kept_alive(model: Model) -> None:
+    assert len(model.dropped) == 12 and not any(tensor() is not None for tensor in model.dropped)
+    model.replay("q")
+    assert not any(tensor() is not None for tensor in model.dropped)
+
+
+def test_smaller_buckets_use_the_largest_ones_buffers(model: Model, report: Any) -> None:
+    taken, buffers = model.ge_diff.bytes, dict(model.ge_diff.buffers)
+    other = Model(model.see, rows=3)
+    other.capture()
+    assert model.ge_diff.bytes == taken and list(model.ge_diff.buffers) == list(buffers)
+    assert all(model.ge_diff.buffers[key] is buffer for key, buffer in buffers.items())
+    for _ in range(2):
+        other.replay()
+        model.replay()
+    assert report.events == {("ge_diff", "clean"): 4}, report.lines()
+
+
+def test_the_ledger_tells_launches_and_bytes(model: Model, monkeypatch: Any) -> None:
+    [bucket] = model.ge_diff.status()["buckets"].values()
+    launches, copied = [], [0]
+    kernels = model.ge_diff.kernels
+    copy_many, digest_rows = kernels.copy_many, kernels.digest_rows
+
+    def copying(pairs: Any, *rest: Any) -> None:
+        launches.append("copy")
+        copied[0] += sum(target.numel() * target.element_size() for _, target in pairs)
+        copy_many(pairs, *rest)
+
+    def digesting(*arguments: Any) -> None:
+        launches.append("digest")
+        digest_rows(*arguments)
+
+    monkeypatch.setattr(kernels, "copy_many", copying)
+    monkeypatch.setattr(kernels, "digest_rows", digesting)
+    monkeypatch.setattr(model.ge_diff, "ends", lambda *_: None)  # what comes after the graph is not in it
+    model.replay()
+    # One launch a stash point: twice made, then the compressor's, q's, the logits', kv's and the core compressor's.
+    assert launches == ["copy"] * 5 + ["digest"] + ["copy"] * 2
+    assert (bucket["graph_nodes_added"], bucket["bytes_copied_a_replay"]) == (len(launches), copied[0])
+    assert bucket["logits_bytes_a_replay_at_most"] == 8 * TABLE * 64 * 4
+
+
+def test_logits_of_another_type_leave_the_layer_out_and_say_so(report: Any, capsys: Any) -> None:
+    model = Model(GeDiff(Settings(ge_diff=True), report))
+    function = model.function
+    model.function = lambda *arguments: function(*arguments).half()
+    model.capture()
+    assert "logits are torch.float16, expected torch.float32" in capsys.readouterr().err
+    model.replay()
+    assert report.events == {("ge_diff", "inconclusive"): 1}

@@ -1,6 +1,8 @@
 """Install what demo and tests need: Debian packages where they are missing, and .venv from the lock file.
 
 Standard library only: it runs before anything is installed. ``python3 -m tests.local.setup``
+
+torch, which only the instruments' tests need, is installed when those are about to run: ``make_torch``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from tests.local.settings import CACHE, ROOT, LocalError
 
 VENV = ROOT / ".venv"
 LOCK = ROOT / "requirements" / "requirements.txt"
+TORCH_LOCK = ROOT / "requirements" / "torch.txt"
+#: Where builds of torch for the CPU are; the package index has only those for a GPU, of several gigabytes.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 OLDEST_PYTHON = (3, 11)
 
 #: What is needed, and the Debian package that has it.
@@ -83,19 +88,21 @@ def install_packages() -> None:
         raise LocalError(f"found {', '.join(still)} still missing after apt installed them, expected none")
 
 
-def wanted_stamp() -> str:
-    """What .venv must have been made from: the lock file and this interpreter."""
-    text = LOCK.read_bytes() + f"{sys.version} {os.path.realpath(sys.executable)}".encode()
+def wanted_stamp(*locks: Path) -> str:
+    """What is in .venv must have been made from: these lock files and this interpreter."""
+    text = b"".join(lock.read_bytes() for lock in locks) + f"{sys.version} {os.path.realpath(sys.executable)}".encode()
     return hashlib.sha256(text).hexdigest()
 
 
 def make_venv() -> None:
     """Make .venv from the lock file, unless it is whole and of this lock.
 
-    The stamp is written last, so an interrupted installation is begun again.
+    The stamp is written last, so an interrupted installation is begun again; so is one of torch, and then all
+    of .venv: pip takes what it has half installed for installed.
     """
-    stamp = VENV / "stamp"
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted_stamp() and (VENV / "bin" / "python").exists():
+    stamp, torch = VENV / "stamp", VENV / "stamp-torch"
+    whole = _text(stamp) == wanted_stamp(LOCK) and (VENV / "bin" / "python").exists()
+    if whole and _text(torch) in (None, wanted_stamp(LOCK, TORCH_LOCK)):
         return
     print(f"installing Python packages into {VENV} from {LOCK.relative_to(ROOT)}", flush=True)
     log = CACHE / "pip.log"
@@ -103,13 +110,42 @@ def make_venv() -> None:
         shutil.rmtree(VENV)
     if _logged([sys.executable, "-m", "venv", str(VENV)], log) != 0:
         raise LocalError(f"could not make {VENV}; the end of {log}:\n{_tail(log)}")
-    install = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-    if _logged([*install, "--only-binary=:all:", "--require-hashes", f"--requirement={LOCK}"], log) != 0:
+    if _install(LOCK, log) != 0:
         raise LocalError(
             f"pip could not install what {LOCK.relative_to(ROOT)} pins; the end of {log}:\n{_tail(log)}\n"
             "Let pip reach a package index that has these files (pip's own settings: index-url, proxy, cert)"
         )
-    stamp.write_text(wanted_stamp(), encoding="utf-8")
+    stamp.write_text(wanted_stamp(LOCK), encoding="utf-8")
+
+
+def make_torch() -> None:
+    """Install torch into a whole .venv, unless it is there. LocalError where pip cannot get it."""
+    stamp, wanted = VENV / "stamp-torch", wanted_stamp(LOCK, TORCH_LOCK)
+    if _text(stamp) == wanted:
+        return
+    print(f"installing torch into {VENV} from {TORCH_LOCK.relative_to(ROOT)}", flush=True)
+    log = CACHE / "pip-torch.log"
+    stamp.write_text("begun", encoding="utf-8")
+    # Where that index cannot be reached, pip may have the file from elsewhere: it should not try for long.
+    if _install(TORCH_LOCK, log, f"--extra-index-url={TORCH_INDEX}", "--retries=1", "--timeout=20") != 0:
+        raise LocalError(
+            f"pip could not install what {TORCH_LOCK.relative_to(ROOT)} pins, which the instruments' tests need; "
+            f"the end of {log}:\n{_tail(log)}\n"
+            f"Let pip reach {TORCH_INDEX} (pip's own settings: proxy, cert), or download the file of torch that "
+            "the lock pins elsewhere and name its directory in PIP_FIND_LINKS; then run the command again"
+        )
+    stamp.write_text(wanted, encoding="utf-8")
+
+
+def _install(lock: Path, log: Path, *options: str) -> int:
+    """Install what a lock pins into .venv; pip's exit status."""
+    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    return _logged([*pip, *options, "--only-binary=:all:", "--require-hashes", f"--requirement={lock}"], log)
+
+
+def _text(path: Path) -> str | None:
+    """What a file holds; None where it is not there."""
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _logged(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> int:

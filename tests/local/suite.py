@@ -1,6 +1,6 @@
 """Every test, one after another, and one plain line at the end: what passed and what failed.
 
-``python -m tests.local.suite [lint | unit | faults | molecule …]`` runs the named parts; without a name, all.
+``python -m tests.local.suite [lint | unit | instruments | faults | molecule …]`` runs the named parts; without a name, all.
 Tests on containers mostly wait, so of all parts the longest one runs beside the others, on a fleet of its own.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from tests.local import image
+from tests.local import image, setup
 from tests.local.fleet import Fleet
 from tests.local.playbook import environment
 from tests.local.podman import environment as podman_environment
@@ -123,7 +123,17 @@ def lint() -> Count:
 
 def unit() -> Count:
     """Tests that need no container."""
-    return pytest_step("unit", "tests", "--ignore=tests/faults")
+    return pytest_step("unit", "tests", "--ignore=tests/faults", "--ignore=tests/instruments")
+
+
+def instruments() -> Count:
+    """The instruments with real tensors, on the CPU. Only they need torch: it is installed here."""
+    try:
+        setup.make_torch()
+    except LocalError as error:
+        print(f"instruments: {error}", flush=True)
+        return Count(failed=1)
+    return pytest_step("instruments", "tests/instruments")
 
 
 def faults() -> Count:
@@ -142,7 +152,13 @@ def molecule() -> Count:
     return count
 
 
-PARTS: dict[str, Callable[[], Count]] = {"lint": lint, "unit": unit, "faults": faults, "molecule": molecule}
+PARTS: dict[str, Callable[[], Count]] = {
+    "lint": lint,
+    "unit": unit,
+    "instruments": instruments,
+    "faults": faults,
+    "molecule": molecule,
+}
 
 
 def remove_fleets(parts: Sequence[str]) -> None:

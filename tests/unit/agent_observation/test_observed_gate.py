@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from agent.errors import AgentError
 from agent.gate import GateRefused
 
 from tests.unit.agent_observation.loopback import Engine, FakeRouter, free_port
-from tests.unit.agent_observation.units import ENGINE, FLAG, STATE, ControlGroup, FakeUnit, wait_for
+from tests.unit.agent_observation.units import ENGINE, FLAG, RELEASE, STATE, ControlGroup, FakeUnit, wait_for
 
 LIMITS = {"gate_s": 20, "soak_s": 0.2, "consecutive": 2, "probe_s": 5, "router_s": 5, "min_admitted": 1}
 GENERATION: dict[str, Any] = {"prompt": "2+2?", "expect": r"\b4\b", "max_tokens": 8}
@@ -117,6 +118,21 @@ def test_an_armed_flag_is_shown_and_needs_no_note(unit: FakeUnit) -> None:
     found = prove(unit)
     assert found["armed"] == {FLAG: [FLAG]}
     assert not any("no instrument" in note for note in found["notes"])
+    assert found["instruments"] == [] and any("not seen at work" in note and FLAG in note for note in found["notes"])
+
+
+def test_what_the_instruments_say_of_themselves_is_shown(unit: FakeUnit) -> None:
+    unit.set(passport=unit.passport(armed=[FLAG]))
+    unit.start()
+    pid, directory = unit.main().pid, Path(unit.settings["passports"]) / "instruments"
+    directory.mkdir()
+    status = {"format": 1, "pid": pid, "rank": 0, "release": RELEASE, "live": [FLAG], "hooks_captured": {"8": ["q"]}}
+    (directory / f"{pid}.json").write_text(json.dumps(status))
+    found = prove(unit)
+    assert [(one["pid"], one["live"], one["buckets"]) for one in found["instruments"]] == [(pid, [FLAG], 1)]
+    assert not any("not seen at work" in note for note in found["notes"])
+    (directory / f"{pid}.json").write_text(json.dumps({**status, "live": [], "disarmed": {"ge_diff": "no CUDA"}}))
+    assert any("ge_diff" in note and "no CUDA" in note for note in prove(unit)["notes"])
 
 
 # -- the process

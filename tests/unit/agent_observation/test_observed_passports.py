@@ -125,3 +125,65 @@ def test_armed_instruments_by_flag(expect: dict[str, Any]) -> None:
     flags = {"SGLANG_A": True, "SGLANG_B": True, "SGLANG_C": False}
     stamps = [passport(expect, armed=["SGLANG_C"]), passport(expect, armed=["SGLANG_A"])]
     assert passports.armed(stamps, flags) == {"SGLANG_A": ["SGLANG_A"], "SGLANG_B": []}
+
+
+WORKING = {
+    "format": 1,
+    "pid": os.getpid(),
+    "rank": 2,
+    "release": RELEASE,
+    "live": [FLAG],
+    "disarmed": {},
+    "hooks_captured": {"8": ["q"], "16": ["q"]},
+    "replays": 7,
+    "events": {"ge_diff": {"clean": 7}},
+}
+
+
+def told(tmp_path: Path, expect: dict[str, Any], **changed: Any) -> list[dict[str, Any]]:
+    (tmp_path / "instruments").mkdir(exist_ok=True)
+    (tmp_path / "instruments" / f"{os.getpid()}.json").write_text(json.dumps({**WORKING, **changed}))
+    return passports.at_work(str(tmp_path), [passport(expect)])
+
+
+def test_what_the_instruments_say_is_read(tmp_path: Path, expect: dict[str, Any]) -> None:
+    [one] = told(tmp_path, expect)
+    assert one == {
+        "pid": os.getpid(), "rank": 2, "live": [FLAG], "disarmed": {}, "buckets": 2, "replays": 7,
+        "events": {"ge_diff": {"clean": 7}},
+    }  # fmt: skip
+    assert passports.asleep({FLAG: [FLAG]}, [one]) == []
+
+
+@pytest.mark.parametrize("changed", [{"release": "c" * 64}, {"pid": 1}, {"format": 2}])
+def test_what_another_process_or_release_said_does_not_count(
+    tmp_path: Path, expect: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    assert told(tmp_path, expect, **changed) == []
+    assert passports.at_work(str(tmp_path), []) == passports.at_work(str(tmp_path / "none"), [passport(expect)]) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"live": [], "disarmed": {"ge_diff": "no CUDA"}}, ["disarmed: ge_diff", "(rank 2)", "no CUDA"]),
+        ({"live": []}, ["not seen at work", FLAG]),
+        ({"live": ["OTHER"]}, ["not seen at work", FLAG]),
+        ({"hooks_captured": {}}, ["not seen at work", FLAG]),
+        ({"live": "x", "disarmed": 3, "hooks_captured": None, "events": []}, ["not seen at work", FLAG]),
+    ],
+)
+def test_an_instrument_that_sees_nothing_is_named(
+    tmp_path: Path, expect: dict[str, Any], changed: dict[str, Any], words: list[str]
+) -> None:
+    said = passports.asleep({FLAG: [FLAG]}, told(tmp_path, expect, **changed))
+    assert said and all(word in said[0] for word in words), said
+
+
+def test_a_field_of_another_type_counts_as_none(tmp_path: Path, expect: dict[str, Any]) -> None:
+    [one] = told(tmp_path, expect, rank=None, events={"ge_diff": 3}, replays="many")
+    assert (one["rank"], one["events"], one["replays"]) == (0, {}, 0)
+
+
+def test_a_flag_whose_release_has_no_instrument_is_not_waited_for() -> None:
+    assert passports.asleep({FLAG: []}, []) == []

@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -57,12 +57,19 @@ def test_apt_that_fails_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch, 
         setup.install_packages()
 
 
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], list[list[str]]]:
-    """A checkout whose lock has the given text; make_venv's programs are recorded, and make what they would."""
+class Place(Protocol):
+    """Prepares a checkout; returns the programs that will have been started in it."""
 
-    def prepare(lock: str) -> list[list[str]]:
+    def __call__(self, lock: str, torch: str = "torch") -> list[list[str]]: ...
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Place:
+    """A checkout whose locks have the given texts; setup's programs are recorded, and make what they would."""
+
+    def prepare(lock: str, torch: str = "torch") -> list[list[str]]:
         (tmp_path / "lock.txt").write_text(lock, encoding="utf-8")
+        (tmp_path / "torch.txt").write_text(torch, encoding="utf-8")
         started: list[list[str]] = []
 
         def run(argv: list[str], _log: Path) -> int:
@@ -70,7 +77,9 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], li
             if "venv" in argv:
                 (tmp_path / ".venv" / "bin").mkdir(parents=True)
                 (tmp_path / ".venv" / "bin" / "python").touch()
-            return 1 if lock == "broken" and "pip" in argv else 0
+            if torch == "interrupted" and argv[-1].endswith("torch.txt"):
+                raise KeyboardInterrupt
+            return 1 if "broken" in (lock, torch) and "pip" in argv else 0
 
         monkeypatch.setattr(setup, "_logged", run)
         return started
@@ -78,20 +87,22 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], li
     monkeypatch.setattr(setup, "ROOT", tmp_path)
     monkeypatch.setattr(setup, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(setup, "LOCK", tmp_path / "lock.txt")
+    monkeypatch.setattr(setup, "TORCH_LOCK", tmp_path / "torch.txt")
     monkeypatch.setattr(setup, "CACHE", tmp_path / "cache")
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "pip.log").write_text("no matching distribution\n", encoding="utf-8")
+    for log in ("pip.log", "pip-torch.log"):
+        (tmp_path / "cache" / log).write_text("no matching distribution\n", encoding="utf-8")
     return prepare
 
 
-def test_the_same_lock_is_installed_once(place: Callable[[str], list[list[str]]]) -> None:
+def test_the_same_lock_is_installed_once(place: Place) -> None:
     started = place("one")
     setup.make_venv()
     setup.make_venv()
     assert len(started) == 2 and "--require-hashes" in started[1]
 
 
-def test_another_lock_is_installed_anew(place: Callable[[str], list[list[str]]]) -> None:
+def test_another_lock_is_installed_anew(place: Place) -> None:
     place("one")
     setup.make_venv()
     started = place("two")
@@ -99,7 +110,7 @@ def test_another_lock_is_installed_anew(place: Callable[[str], list[list[str]]])
     assert len(started) == 2
 
 
-def test_an_interrupted_installation_is_begun_again(place: Callable[[str], list[list[str]]]) -> None:
+def test_an_interrupted_installation_is_begun_again(place: Place) -> None:
     place("broken")
     with pytest.raises(LocalError, match="no matching distribution"):
         setup.make_venv()
@@ -110,7 +121,7 @@ def test_an_interrupted_installation_is_begun_again(place: Callable[[str], list[
 
 
 def test_another_interpreter_is_another_installation(
-    place: Callable[[str], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place("one")
     setup.make_venv()
@@ -120,19 +131,80 @@ def test_another_interpreter_is_another_installation(
     assert len(started) == 2
 
 
-def test_the_lock_pins_every_package_by_hash_and_names_no_place() -> None:
-    text = setup.LOCK.read_text(encoding="utf-8")
+def test_torch_is_installed_when_asked_for_once_and_never_by_the_rest(place: Place) -> None:
+    started = place("one")
+    setup.make_venv()
+    assert not any(word.endswith("torch.txt") for argv in started for word in argv)
+    setup.make_torch()
+    setup.make_torch()
+    setup.make_venv()
+    assert len(started) == 3 and {"--require-hashes", f"--extra-index-url={setup.TORCH_INDEX}"} < set(started[2])
+
+
+@pytest.mark.parametrize(("lock", "torch"), [("two", "torch"), ("one", "another")])
+def test_with_another_lock_all_is_installed_anew(place: Place, lock: str, torch: str) -> None:
+    place("one")
+    setup.make_venv()
+    setup.make_torch()
+    started = place(lock, torch)
+    setup.make_venv()
+    setup.make_torch()
+    assert [argv[2] for argv in started] == ["venv", "pip", "pip"]
+
+
+def test_another_lock_of_torch_is_nothing_to_those_who_have_none(place: Place) -> None:
+    place("one")
+    setup.make_venv()
+    started = place("one", "another")
+    setup.make_venv()
+    assert started == []
+
+
+def test_after_an_interrupted_installation_of_torch_all_is_begun_again(place: Place) -> None:
+    place("one", "interrupted")
+    setup.make_venv()
+    with pytest.raises(KeyboardInterrupt):
+        setup.make_torch()
+    started = place("one", "torch")
+    setup.make_venv()
+    setup.make_torch()
+    assert [argv[2] for argv in started] == ["venv", "pip", "pip"]
+
+
+def test_where_torch_cannot_be_had_the_message_says_which_and_how_to_get_it(place: Place, tmp_path: Path) -> None:
+    place("one")
+    setup.make_venv()
+    place("one", "broken")
+    with pytest.raises(LocalError) as error:
+        setup.make_torch()
+    words = ("torch.txt pins", "no matching distribution", f"pip reach {setup.TORCH_INDEX}", "PIP_FIND_LINKS")
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(("path", "least"), [(setup.LOCK, 40), (setup.TORCH_LOCK, 8)])
+def test_the_lock_pins_every_package_by_hash_and_names_no_place(path: Path, least: int) -> None:
+    text = path.read_text(encoding="utf-8")
     packages = re.findall(r"^([a-z0-9-]+)==\S+ \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE)
-    assert len(packages) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE)) > 40
+    assert len(packages) == len(re.findall(r"^[a-z0-9]", text, re.MULTILINE)) > least
     assert not re.search(r"://|^-|find-links|/opt/|/root/", text, re.MULTILINE)
 
 
-def test_every_direct_dependency_is_pinned_and_has_its_reason() -> None:
-    lock = setup.LOCK.read_text(encoding="utf-8")
-    lines = (setup.LOCK.parent / "requirements.in").read_text(encoding="utf-8").splitlines()
-    direct = [line for line in lines if line and not line.startswith("#")]
+def test_both_locks_pin_the_same_versions() -> None:
+    first, second = (
+        dict(re.findall(r"^([a-z0-9-]+)==(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+        for path in (setup.LOCK, setup.TORCH_LOCK)
+    )
+    shared = first.keys() & second.keys()
+    assert shared and {name: first[name] for name in shared} == {name: second[name] for name in shared}
+
+
+@pytest.mark.parametrize("path", [setup.LOCK, setup.TORCH_LOCK])
+def test_every_direct_dependency_is_pinned_and_has_its_reason(path: Path) -> None:
+    lock = path.read_text(encoding="utf-8")
+    lines = path.with_suffix(".in").read_text(encoding="utf-8").splitlines()
+    direct = [line for line in lines if line and not line.startswith(("#", "-c requirements.txt"))]
     assert direct
     for line in direct:
-        match = re.fullmatch(r"([a-z0-9-]+==[0-9.]+)\s+# .{5,}", line)
+        match = re.fullmatch(r"([a-z0-9-]+==[0-9.]+(?:\+cpu)?)\s+# .{5,}", line)
         assert match, line
         assert f"\n{match[1]} \\" in lock

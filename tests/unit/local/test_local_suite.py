@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.local import demo, suite
+from tests.local import demo, setup, suite
 from tests.local.load import Tally
 from tests.local.playbook import Outcome
-from tests.local.settings import ROOT
+from tests.local.settings import ROOT, LocalError
 from tests.local.suite import Count
 
 
@@ -46,6 +46,17 @@ def tests_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_pytest_is_counted(tests_in: Path, text: str, count: Count) -> None:
     (tests_in / "test_it.py").write_text(text, encoding="utf-8")
     assert suite.pytest_step("it", str(tests_in), "-c", "/dev/null", "-p", "no:cacheprovider") == count
+
+
+def test_without_torch_the_instruments_fail_and_say_why(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise LocalError("no torch to be had")
+
+    monkeypatch.setattr(setup, "make_torch", refuse)
+    assert suite.instruments() == Count(0, 1)
+    assert "instruments: no torch to be had" in capfd.readouterr().out
 
 
 def test_a_program_counts_by_its_exit_status(capfd: pytest.CaptureFixture[str]) -> None:

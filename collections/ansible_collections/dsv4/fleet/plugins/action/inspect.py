@@ -126,7 +126,7 @@ class _Inspection:
                 "expected none; move it away"
             )
         declared, known_arguments = self._store.facts(tree)
-        read = tree.names.union(*(upstream.names_in(data.decode(errors="replace")) for data in files.values()))
+        read = store.names_read(tree, files)
         for name in self._secrets["args"]:
             if f"--{name}" not in known_arguments:
                 problems.add(f"sglang_serve_secret_arguments.{name}: found no argument --{name} in the tree; correct the name")

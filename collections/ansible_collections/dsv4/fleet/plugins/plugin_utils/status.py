@@ -35,6 +35,7 @@ def row(host: str, inspected: t.Mapping[str, t.Any]) -> dict[str, t.Any]:
         "wanted": wanted["state"],
         "release": live.get("DSV4_FLEET_RELEASE", "none"),
         "flags": {name: (live.get(name, "unset"), "1" if on else "0") for name, on in wanted["expect"]["flags"].items()},
+        "instruments": seen["instruments"],
         "overrides": seen["ledger"]["overrides"],
         "health": seen["health"]["status"] or seen["health"]["error"],
         "routers": {r["url"]: "admitted" if r["listed"] and r["healthy"] else "not admitted" for r in seen["routers"]},
@@ -57,6 +58,7 @@ def table(rows: t.Sequence[t.Mapping[str, t.Any]]) -> list[str]:
         )
         flags = (f"{name}={live}" + ("" if live == want else f" (wanted {want})") for name, (live, want) in one["flags"].items())
         lines.append(f"    flags: {' '.join(flags)}")
+        lines += [f"    {_instruments(told)}" for told in one["instruments"]]
         for name, held in one["overrides"].items():
             lines.append(f"    override: {name}={int(held['value'])} since {held['since']} by {held['by']} ({held['why']})")
         lines += [f"    note: {note}" for note in one["notes"] if not note.startswith("override kept")]
@@ -64,3 +66,18 @@ def table(rows: t.Sequence[t.Mapping[str, t.Any]]) -> list[str]:
     drifted = [one["worker"] for one in rows if one["drift"]]
     lines.append(f"{len(rows)} workers, drift on {len(drifted)}" + (f": {', '.join(drifted)}" if drifted else ""))
     return lines
+
+
+def _instruments(told: t.Mapping[str, t.Any]) -> str:
+    """What the instruments of one process say: which watch, how much they have seen, which went off and why."""
+    events = [
+        f"{name} {verdict} {count}"
+        for name, counts in sorted(told["events"].items())
+        for verdict, count in sorted(counts.items())
+    ]
+    parts = [
+        f"{' '.join(told['live']) or 'none'} at work in {told['buckets']} graphs, {told['replays']} replays",
+        *([f"events: {', '.join(events)}"] if events else []),
+        *(f"{name} disarmed: {reason}" for name, reason in sorted(told["disarmed"].items())),
+    ]
+    return f"instruments of process {told['pid']} (rank {told['rank']}): {'; '.join(parts)}"

@@ -196,6 +196,11 @@ def release_files(release: t.Mapping[str, t.Any]) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
+def names_read(tree: Tree, files: t.Mapping[str, bytes]) -> frozenset[str]:
+    """Every SGLANG_* and SGL_* name in the tree and in what a release puts over it: overlays, hooks, instruments."""
+    return tree.names.union(*(upstream.names_in(data.decode(errors="replace")) for data in files.values()))
+
+
 def _digest_of(path: pathlib.Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 

@@ -106,6 +106,8 @@ class _Gate:
             for name, what in armed.items()
             if not what and name in instruments
         ]
+        told = passports.at_work(paths.passports(self.unit), stamps)
+        self.notes += passports.asleep(armed, told)
         return {
             "main_pid": instance.main_pid,
             "start_time": instance.start_time,
@@ -115,6 +117,7 @@ class _Gate:
             "generation": how,
             "generation_ms": answer.ms if answer is not None else None,
             "armed": armed,
+            "instruments": told,
             "seconds": round(time.monotonic() - self.started, 3),
             "notes": self.notes,
         }

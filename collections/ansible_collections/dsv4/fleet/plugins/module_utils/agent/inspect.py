@@ -56,6 +56,7 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
             *([process["cwd"]] if process and process["cwd"] else []),
             paths.EMPTY,
         ]
+        stamps = passports.read(paths.passports(worker["unit"]))
         answer = {
             "host": {
                 "boot_id": boot_id(),
@@ -66,7 +67,8 @@ def inspect(request: dict[str, Any], manager: systemd.Systemd | None = None) -> 
             "script": look_at_script(worker),
             "unit": look_at_unit(shown),
             "process": process,
-            "passports": passports.read(paths.passports(worker["unit"])),
+            "passports": stamps,
+            "instruments": passports.at_work(paths.passports(worker["unit"]), stamps),
             "secrets_digest": secrets.digest(known, key),
             "stray": python_env.stray(directories, worker["tree"]),
             "ledger": ledger.content(),

@@ -72,13 +72,65 @@ def armed(passports: list[dict[str, Any]], flags: dict[str, Any]) -> dict[str, l
     }
 
 
-def _read(directory: str, name: str) -> dict[str, Any] | None:
+def at_work(directory: str, passports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the instruments of the processes with these passports say of themselves, by PID (docs/instruments.md).
+
+    A file counts only beside its process's passport, and if both are of one release. `live`: flags whose
+    instrument is armed. `buckets`: how many graphs were captured with its hooks.
+    """
+    told = []
+    for passport in passports:
+        status = _json(os.path.join(directory, "instruments"), f"{passport['pid']}.json")
+        if status is None or (status.get("pid"), status.get("release")) != (passport["pid"], passport.get("release")):
+            continue
+        told.append(
+            {
+                "pid": passport["pid"],
+                "rank": _field(status, "rank", 0),
+                "live": _field(status, "live", []),
+                "disarmed": _field(status, "disarmed", {}),
+                "buckets": len(_field(status, "hooks_captured", {})),
+                "replays": _field(status, "replays", 0),
+                "events": {name: n for name, n in _field(status, "events", {}).items() if isinstance(n, dict)},
+            }
+        )
+    return told
+
+
+def asleep(armed: dict[str, list[str]], told: list[dict[str, Any]]) -> list[str]:
+    """Instruments that are on and of which it is not shown that they see anything, a sentence each."""
+    seen = {flag for one in told if one["buckets"] for flag in one["live"]}
+    return [
+        f"instrument disarmed: {name} of process {one['pid']} (rank {one['rank']}) went off by itself: {reason}"
+        for one in told
+        for name, reason in sorted(one["disarmed"].items())
+    ] + [
+        f"live flag, not seen at work: the instrument of {flag} is in the release, and no process says yet that it "
+        "captured a graph with it"
+        for flag, what in armed.items()
+        if what and flag not in seen
+    ]
+
+
+def _field(status: dict[str, Any], name: str, empty: Any) -> Any:
+    """A field of the type of `empty`; `empty` where it is missing or of another."""
+    value = status.get(name)
+    return value if isinstance(value, type(empty)) else empty
+
+
+def _json(directory: str, name: str) -> dict[str, Any] | None:
+    """An object of format 1 in a file; None for anything else."""
     try:
         with open(os.path.join(directory, name), "rb") as file:
-            passport = json.loads(file.read(_MAX_BYTES))
+            content = json.loads(file.read(_MAX_BYTES))
     except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(passport, dict) or passport.get("format") != 1:
+    return content if isinstance(content, dict) and content.get("format") == 1 else None
+
+
+def _read(directory: str, name: str) -> dict[str, Any] | None:
+    passport = _json(directory, name)
+    if passport is None:
         return None
     pid, start_time = passport.get("pid"), passport.get("start_time")
     if not isinstance(pid, int) or name != f"{pid}.json" or proc.start_time(pid) != start_time or start_time is None:
