@@ -26,7 +26,7 @@ demo: setup
 	@$(PY) -m tests.local demo
 
 test: setup
-	@$(PY) -m tests.local.suite --serial
+	@$(PY) -m tests.local.suite
 
 lint: setup
 	@$(PY) -m tests.local.suite lint

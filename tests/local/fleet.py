@@ -493,7 +493,7 @@ def _require_free(subnet: ipaddress.IPv4Network) -> None:
         if taken.overlaps(subnet):
             raise LocalError(
                 f"found {subnet} in use by {user}, expected a free range: set DSV4_LOCAL_SUBNET to a free one, "
-                "such as 198.51.100.192/26"
+                "such as 198.18.0.0/26"
             )
 
 

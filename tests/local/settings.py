@@ -31,7 +31,9 @@ BOOTSTRAP_PORT = 8998
 MODEL = "nvidia/DeepSeek-V4-Flash-NVFP4"
 
 #: Each fleet's default range, all of one documentation range: demo, tests and molecule may be up at once.
-SUBNETS = {"local": "198.51.100.0/26", "test": "198.51.100.64/26", "molecule": "198.51.100.128/26"}
+SUBNETS = {
+    "local": "198.51.100.0/26", "test": "198.51.100.64/26", "molecule": "198.51.100.128/26", "workers": "198.51.100.192/26",
+}  # fmt: skip
 
 #: The last SGLang version whose overlap is not fixed, and the router; digests of the wheels by machine.
 SGLANG_VERSION = "0.5.18"

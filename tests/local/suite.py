@@ -1,6 +1,6 @@
 """Every test, one after another, and one plain line at the end: what passed and what failed.
 
-``python -m tests.local.suite [lint | unit | instruments | faults | molecule …]`` runs the named parts; without a name, all.
+``python -m tests.local.suite [lint | unit | instruments | faults | workers | molecule …]`` runs the named parts; else all.
 Tests on containers mostly wait, so of all parts the longest one runs beside the others, on a fleet of its own.
 """
 
@@ -28,7 +28,7 @@ from tests.local.process import end
 from tests.local.settings import CACHE, ROOT, FleetSettings, LocalError
 
 #: The fleets that parts bring up; removed before and after, unless DSV4_KEEP_FLEET is set.
-FLEETS = {"faults": "test", "molecule": "molecule"}
+FLEETS = {"faults": "test", "workers": "workers", "molecule": "molecule"}
 #: The part that runs beside the others.
 BESIDE = "faults"
 REPORTS = CACHE / "reports"
@@ -90,11 +90,15 @@ def counted(report: Path) -> Count:
     return total
 
 
-def pytest_step(name: str, *arguments: str) -> Count:
-    """One run of pytest, counted by its report; a run without a test, or that breaks off, counts as one failure."""
+def pytest_step(name: str, *arguments: str, fleet: str = "") -> Count:
+    """One run of pytest, counted by its report; a run without a test, or that breaks off, counts as one failure.
+
+    fleet: the name of the containers' fleet, where one is needed.
+    """
     report = REPORTS / f"{name}.xml"
     report.unlink(missing_ok=True)
-    rc = run_step([sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={report}", *arguments])
+    env = {"DSV4_LOCAL_FLEET": fleet} if fleet else {}
+    rc = run_step([sys.executable, "-m", "pytest", "--durations=10", f"--junitxml={report}", *arguments], env)
     if rc not in PYTEST_COUNTED or not report.exists():
         print(f"{name}: pytest ended with status {rc}, expected 0 or 1 and a report", flush=True)
         return Count(failed=1)
@@ -136,9 +140,18 @@ def instruments() -> Count:
     return pytest_step("instruments", "tests/instruments")
 
 
+#: What talks to workers without a playbook between, or hardly one: the agent driven by hand, the stress test.
+ON_WORKERS = ("tests/faults/agent", "tests/faults/test_stress.py")
+
+
 def faults() -> Count:
-    """Tests on one fleet of containers."""
-    return pytest_step("faults", "tests/faults")
+    """Tests of the playbooks on a fleet of containers."""
+    return pytest_step("faults", "tests/faults", *(f"--ignore={path}" for path in ON_WORKERS), fleet=FLEETS["faults"])
+
+
+def workers() -> Count:
+    """The other tests on containers, on a fleet of their own, so that they need not wait for the playbooks'."""
+    return pytest_step("workers", *ON_WORKERS, fleet=FLEETS["workers"])
 
 
 def molecule() -> Count:
@@ -157,6 +170,7 @@ PARTS: dict[str, Callable[[], Count]] = {
     "unit": unit,
     "instruments": instruments,
     "faults": faults,
+    "workers": workers,
     "molecule": molecule,
 }
 

@@ -33,7 +33,7 @@ def test_ranges_that_are_refused(subnet: str) -> None:
 
 
 def test_demo_tests_and_molecule_can_be_up_at_once() -> None:
-    ranges = [FleetSettings(name=name).subnet for name in ("local", "test", "molecule")]
+    ranges = [FleetSettings(name=name).subnet for name in ("local", "test", "molecule", "workers")]
     assert not any(a.overlaps(b) for a in ranges for b in ranges if a is not b)
 
 

@@ -120,9 +120,7 @@ def test_an_interrupted_installation_is_begun_again(place: Place) -> None:
     assert started[0][1:3] == ["-m", "venv"]
 
 
-def test_another_interpreter_is_another_installation(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_interpreter_is_another_installation(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place("one")
     setup.make_venv()
     monkeypatch.setattr(sys, "version", "3.99")

@@ -75,7 +75,7 @@ def test_a_step_that_hangs_is_ended_with_its_children(monkeypatch: pytest.Monkey
 def test_what_is_interrupted_in_a_test_is_interrupted_though_the_suite_runs_in_the_background() -> None:
     part = "lambda: suite.command('it', 'sh', '-c', 'kill -INT $$')"
     code = f"from tests.local import suite; suite.PARTS = {{'lint': {part}}}; suite.main([])"
-    ignored = ["sh", "-c", "trap '' INT; exec \"$0\" \"$@\"", sys.executable, "-c", code]
+    ignored = ["sh", "-c", 'trap \'\' INT; exec "$0" "$@"', sys.executable, "-c", code]
     done = subprocess.run(ignored, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert "it: failed with status -2" in done.stdout
 
