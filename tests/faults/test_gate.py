@@ -183,7 +183,8 @@ def fourth(gates: FaultFleet, third: Outcome) -> Iterator[Outcome]:
         "decode3": {"no_passport": {"process": "scheduler", **new}},
     }
     try:
-        outcome = change(gates, faults, play="disable-diagnostics", sglang_worker_gone_timeout_s=4)
+        limits = {"sglang_worker_gone_timeout_s": 4, "sglang_worker_gate_timeout_s": 25}
+        outcome = change(gates, faults, play="disable-diagnostics", **limits)
     finally:
         gates.write("decode2", SITECUSTOMIZE, customize)
     yield outcome
