@@ -75,6 +75,7 @@ def test_a_bucket_without_a_stash_is_never_compared(model: Model) -> None:
     model.replay("q", key="ShapeKey(size=99)")
     assert last(model)["verdict"] == "inconclusive" and "no stash" in last(model)["reason"]
     assert model.ge_diff.compared == 0
+    assert model.ge_diff.status()["skipped"] == {"no stash for this bucket": 1}
 
 
 def test_the_stash_of_another_bucket_is_never_compared(model: Model, report: Any) -> None:
@@ -317,6 +318,19 @@ def test_smaller_buckets_use_the_largest_ones_buffers(model: Model, report: Any)
         other.replay()
         model.replay()
     assert report.events == {("ge_diff", "clean"): 4}, report.lines()
+
+
+def test_buffers_that_a_captured_graph_writes_to_outlive_larger_ones(report: Any) -> None:
+    small = Model(GeDiff(Settings(ge_diff=True), report), rows=3)
+    small.capture()
+    before = {key: buffer.data_ptr() for key, buffer in small.ge_diff.buffers.items()}
+    Model(small.see, rows=8).capture()
+    grown = {key for key, buffer in small.ge_diff.buffers.items() if buffer.data_ptr() != before[key]}
+    assert ("made", 2, "x") in grown
+    # What a graph was captured with is known by its address alone: the allocator must not give it out again.
+    assert {before[key] for key in grown} == {buffer.data_ptr() for buffer in small.ge_diff.retired}
+    small.replay()
+    assert report.events == {("ge_diff", "clean"): 1}
 
 
 def test_the_ledger_tells_launches_and_bytes(model: Model, monkeypatch: Any) -> None:
