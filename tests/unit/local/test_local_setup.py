@@ -166,7 +166,7 @@ def test_after_an_interrupted_installation_of_torch_all_is_begun_again(place: Pl
     with pytest.raises(KeyboardInterrupt):
         setup.make_torch()
     started = place("one", "torch")
-    with pytest.raises(LocalError, match="half or otherwise installed.*`make setup`"):
+    with pytest.raises(LocalError, match=r"half or otherwise installed.*`make setup`"):
         setup.make_torch()
     assert started == []
     setup.make_venv()
