@@ -129,6 +129,7 @@ class Model:
         self.fault: set[str] = set()
         self.overlap = True
         self.with_metadata = True
+        self.strided = False
         self.schedules: list[torch.Tensor] | None = None
         self.key = f"ShapeKey(size={rows})"
         self.dropped: list[weakref.ref[torch.Tensor]] = []
@@ -163,10 +164,10 @@ class Model:
 
         def strike(name: str, tensor: torch.Tensor) -> None:
             if name in fault:
-                tensor.view(torch.uint8).reshape(-1)[-4:] ^= 85
+                tensor[-1:].view(torch.uint8).reshape(-1)[-4:] ^= 85
 
         x = torch.randn(rows, 256, dtype=torch.bfloat16)
-        qkv_a = x[:, :192].clone()
+        qkv_a = x.clone()[:, :192] if self.strided else x[:, :192].clone()
         q_lora = qkv_a[:, :128].contiguous()
         positions = torch.arange(rows)
         if self.overlap:

@@ -47,7 +47,7 @@ def test_an_input_overwritten_in_flight_is_named(
     event = last(model)
     assert (event["verdict"], event["inputs"], event["readers"]) == ("overwritten", [name], readers)
     assert event["alarm"] is True and event["layer"] == 2 and event["bucket"] == model.key
-    assert set(event["streams"]) == set(readers)
+    assert event["streams"] == {reader: ["cpu", "cpu"] for reader in readers}  # made on, read on
 
 
 def test_overwritten_only_after_every_reader_is_late(model: Model) -> None:
@@ -75,6 +75,7 @@ def test_a_bucket_without_a_stash_is_never_compared(model: Model) -> None:
     model.replay("q", key="ShapeKey(size=99)")
     assert last(model)["verdict"] == "inconclusive" and "no stash" in last(model)["reason"]
     assert model.ge_diff.compared == 0
+    assert model.ge_diff.status()["skipped"] == {"no stash for this bucket": 1}
 
 
 def test_the_stash_of_another_bucket_is_never_compared(model: Model, report: Any) -> None:
@@ -155,6 +156,45 @@ def test_no_room_at_all_leaves_the_layer_out_and_says_so(report: Any, capsys: An
     assert "is left out" in capsys.readouterr().err
     model.ge_diff.ends(model.runner, model.key, None)
     assert report.events == {("ge_diff", "inconclusive"): 1}
+    assert list(model.ge_diff.status()["skipped"].values()) == [1]
+
+
+def test_a_recapture_that_stashes_nothing_leaves_nothing_to_compare_with(model: Model) -> None:
+    model.ge_diff.capture_begins(model.runner, model.key)
+    model.ge_diff.capture_ends(model.runner, model.key)
+    model.ge_diff.ends(model.runner, model.key, None)
+    assert last(model)["verdict"] == "inconclusive" and "no stash" in last(model)["reason"]
+
+
+def test_what_was_found_is_told_at_the_next_replay(model: Model, monkeypatch: Any, report: Any) -> None:
+    poll = model.ge_diff.poll
+    monkeypatch.setattr(model.ge_diff, "poll", lambda wait=False: None if wait else poll())
+    model.replay("q")
+    assert not report.events
+    model.replay()
+    assert report.events == {("ge_diff", "overwritten"): 1}
+
+
+def test_tensors_with_gaps_are_copied_one_by_one(model: Model, report: Any, monkeypatch: Any) -> None:
+    [bucket] = model.ge_diff.status()["buckets"].values()
+    kernels = model.ge_diff.kernels
+    copy_many = kernels.copy_many
+
+    def checking(pairs: Any, *rest: Any) -> None:
+        assert all(source.is_contiguous() for source, _ in pairs)  # the kernel takes words in a row
+        copy_many(pairs, *rest)
+
+    monkeypatch.setattr(kernels, "copy_many", checking)
+    model.strided = True
+    model.capture()
+    model.replay()
+    assert report.events == {("ge_diff", "clean"): 1}
+    model.replay("qkv_a")
+    assert last(model)["readers"] == ["qkv_a@kv"]
+    [strided] = model.ge_diff.status()["buckets"].values()
+    # qkv_a's second copy has a launch of its own and leaves its point with none; its first one shares its point with x.
+    assert strided["graph_nodes_added"] == bucket["graph_nodes_added"] + 1
+    assert strided["bytes_copied_a_replay"] == bucket["bytes_copied_a_replay"]
 
 
 def test_logits_are_compared_bit_for_bit_up_to_each_length() -> None:
@@ -278,6 +318,19 @@ def test_smaller_buckets_use_the_largest_ones_buffers(model: Model, report: Any)
         other.replay()
         model.replay()
     assert report.events == {("ge_diff", "clean"): 4}, report.lines()
+
+
+def test_buffers_that_a_captured_graph_writes_to_outlive_larger_ones(report: Any) -> None:
+    small = Model(GeDiff(Settings(ge_diff=True), report), rows=3)
+    small.capture()
+    before = {key: buffer.data_ptr() for key, buffer in small.ge_diff.buffers.items()}
+    Model(small.see, rows=8).capture()
+    grown = {key for key, buffer in small.ge_diff.buffers.items() if buffer.data_ptr() != before[key]}
+    assert ("made", 2, "x") in grown
+    # What a graph was captured with is known by its address alone: the allocator must not give it out again.
+    assert {before[key] for key in grown} == {buffer.data_ptr() for buffer in small.ge_diff.retired}
+    small.replay()
+    assert report.events == {("ge_diff", "clean"): 1}
 
 
 def test_the_ledger_tells_launches_and_bytes(model: Model, monkeypatch: Any) -> None:

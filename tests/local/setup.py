@@ -123,6 +123,8 @@ def make_torch() -> None:
     stamp, wanted = VENV / "stamp-torch", wanted_stamp(LOCK, TORCH_LOCK)
     if _text(stamp) == wanted:
         return
+    if stamp.exists():
+        raise LocalError(f"found torch half or otherwise installed in {VENV}, expected none: `make setup` makes it anew")
     print(f"installing torch into {VENV} from {TORCH_LOCK.relative_to(ROOT)}", flush=True)
     log = CACHE / "pip-torch.log"
     stamp.write_text("begun", encoding="utf-8")

@@ -164,6 +164,9 @@ def test_after_an_interrupted_installation_of_torch_all_is_begun_again(place: Pl
     with pytest.raises(KeyboardInterrupt):
         setup.make_torch()
     started = place("one", "torch")
+    with pytest.raises(LocalError, match=r"half or otherwise installed.*`make setup`"):
+        setup.make_torch()
+    assert started == []
     setup.make_venv()
     setup.make_torch()
     assert [argv[2] for argv in started] == ["venv", "pip", "pip"]
