@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from agent import paths, recover
+from agent import boot_unit, paths, recover
 from agent.errors import AgentError
 from agent.journal import Transaction
 from agent.transaction import Change
@@ -150,7 +150,7 @@ def test_the_boot_unit_is_ordered_before_every_worker_and_runs_a_copy_of_its_own
     assert paths.RECOVER_UNIT in host.enabled
     with open(paths.PROGRAM, "rb") as file:
         assert file.read() == b"program"
-    assert "Before=a.service b.service\n" in recover.unit_text(["a.service", "b.service"])
+    assert "Before=a.service b.service\n" in boot_unit.unit_text(["a.service", "b.service"])
 
 
 def test_by_hand_the_boot_unit_touches_nothing_that_runs(host: MadeUpHost) -> None:

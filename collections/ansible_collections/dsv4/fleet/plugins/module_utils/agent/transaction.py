@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import check, evidence, files, gate, paths, proc, python_env, release, router, secrets, states, systemd
+from . import boot_unit, check, evidence, files, gate, paths, proc, python_env, release, router, secrets, states, systemd
 from .engine import Worker
 from .errors import AgentError
 from .journal import Journal, Transaction, collect_garbage, everything, hide
@@ -251,9 +251,7 @@ class Change:
 
     def _install_recovery(self) -> None:
         """The boot unit, and a copy of this program for it that no transaction's end removes."""
-        from . import recover  # it needs this module
-
-        recover.install(self.transaction, self.unit, self.tools.systemd, self.say)
+        boot_unit.install(self.transaction, self.unit, self.tools.systemd, self.say)
 
     # --- when the wanted state runs already ---
 
