@@ -288,16 +288,19 @@ def test_x26_a_second_run_with_another_wish_is_refused_while_the_first_goes_on(k
 
 @pytest.fixture(scope="module")
 def without_router(story: FaultFleet, killed: Killed) -> Iterator[Outcome]:
-    """router1 stops between drain and admit of decode1; decode2 would be next."""
+    """router1 stops between drain and admit of decode1, whose gate stays shut until then; decode2 would be next."""
     del killed
+    story.fault("decode1", {"health_503": {"seconds": 600, "when_env": {CANARY: "0"}}})
 
     def lose() -> None:
-        began = '"step": "start", "event": "begin"'
+        began = '"step": "gate", "event": "begin"'
         operate.wait_until(
             lambda: bool(operate.transaction(story, "decode1")) and began in operate.journal(story, "decode1"),
-            "decode1 drained and started anew",
+            "decode1 at its gate",
+            seconds=240,
         )
         story.run("router1", ["systemctl", "stop", "sglang-router.service"])
+        story.fault("decode1", {})
 
     thread = threading.Thread(target=lose)
     thread.start()
