@@ -119,7 +119,7 @@ def test_x15_strategy_free_does_not_undo_the_halt(fleet: FaultFleet, one_worker:
         FIX, check=True, inventory=one_worker, env={"ANSIBLE_STRATEGY": "free"},
         extra_vars={**QUICK, "sglang_worker_min_admitted": 0},
     )  # fmt: skip
-    assert operate.count(checked, "dsv4.fleet.preflight") == 1, checked.stdout
+    assert checked.ok and operate.count(checked, "dsv4.fleet.preflight") == 1, checked.stdout
 
 
 def test_x18_a_router_that_cannot_be_reached_stops_site_before_the_workers(fleet: FaultFleet, tmp_path: Path) -> None:
