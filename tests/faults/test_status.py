@@ -137,6 +137,7 @@ def test_a_worker_that_cannot_be_reached_is_drift_and_the_others_are_told(
     outcome = status(drifted[1], place)
     assert outcome.rc == DRIFT, outcome.stdout
     assert rows(outcome)["decode9"]["state"] == "unknown"
+    assert set(rows(outcome)["decode9"]["drift"]) == {"inspection"}  # decode3 drifts anyway: it decides nothing here
     assert rows(outcome)["decode3"]["health"] == 200
 
 
