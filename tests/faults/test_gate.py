@@ -157,7 +157,7 @@ def third(gates: FaultFleet, second: Outcome) -> Iterator[Outcome]:
 )
 def test_refused_and_the_last_proved_state_is_proved_again(gates: FaultFleet, third: Outcome, host: str, said: str) -> None:
     end = third.dsv4[host]
-    assert end["end_state"] == "rolled_back" and said in end["error"], end
+    assert (end["end_state"], end["failed_step"]) == ("rolled_back", "gate") and said in end["error"], end
     shown = operate.live(gates, host)
     assert (shown[CANARY], shown[GE_DIFF]) == ("0", "1")
     assert end["state"]["now"] == shown["DSV4_FLEET_STATE"] == end["state"]["before"]

@@ -172,6 +172,7 @@ def test_x7_one_lost_and_one_failed_in_the_same_task_stop_every_later_wave(lost_
 def test_x17_a_worker_with_nothing_to_do_does_not_end_the_run(lost_in_the_middle: Run) -> None:
     assert lost_in_the_middle.outcome.dsv4["decode1"]["end_state"] == "unchanged"
     assert lost_in_the_middle.told["decode1"] == "unchanged"
+    assert operate.waves(lost_in_the_middle.outcome)[1:], "found no wave after decode1's"
 
 
 def test_limit_left_a_worker_out_knowingly(lost_in_the_middle: Run) -> None:
