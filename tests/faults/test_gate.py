@@ -183,8 +183,9 @@ def fourth(gates: FaultFleet, third: Outcome) -> Iterator[Outcome]:
         "decode3": {"no_passport": {"process": "scheduler", **new}},
     }
     try:
-        limits = {"sglang_worker_gone_timeout_s": 4, "sglang_worker_gate_timeout_s": 25}
-        outcome = change(gates, faults, play="disable-diagnostics", **limits)
+        outcome = change(
+            gates, faults, play="disable-diagnostics", sglang_worker_gone_timeout_s=4, sglang_worker_gate_timeout_s=25,
+        )  # fmt: skip
     finally:
         gates.write("decode2", SITECUSTOMIZE, customize)
     yield outcome
