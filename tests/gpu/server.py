@@ -187,7 +187,7 @@ class Server:
             upstream.drop_before_join if plant_drop else None,
         )  # fmt: skip
         for layer in self.layers:
-            layer.prepare = MethodType(prepare, layer)  # type: ignore[attr-defined]
+            layer.prepare = MethodType(prepare, layer)
         self.backend = self._backend()
         self.runner = self._runner(hooked)
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
@@ -201,7 +201,7 @@ class Server:
     def _backend(self) -> Any:
         server, module = self, self.module
 
-        class Backend(module.C4IndexerBackendMixin):  # type: ignore[name-defined,misc]
+        class Backend(module.C4IndexerBackendMixin):
             hisparse_coordinator = None
 
             def __init__(self) -> None:
@@ -309,7 +309,7 @@ class Server:
             if self.capturing:
                 self.victims["x"] = x
             if self.overlap:
-                q = layer.prepare(x, positions, batch, self.backend)  # type: ignore[attr-defined]
+                q = layer.prepare(x, positions, batch, self.backend)
             else:
                 q_a = layer.wqkv_a(x)[0]
                 q_lora = q_a[..., :RANK] * 0.5

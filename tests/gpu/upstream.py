@@ -126,15 +126,15 @@ def install(version: str, tree: Path) -> None:
     for module in ("sglang.srt.utils", "sglang.srt.utils.common"):
         for name in ("is_hip", "is_xpu", "is_npu"):
             setattr(sys.modules[module], name, no)
-        sys.modules[module].is_cuda = lambda: True  # type: ignore[attr-defined]  # a stub
+        sys.modules[module].is_cuda = lambda: True  # a stub
         # Up to 0.5.18 the torch logits function of this kind of card is the one that works.
-        sys.modules[module].is_sm120_supported = (  # type: ignore[attr-defined]
+        sys.modules[module].is_sm120_supported = (
             (lambda *args: True) if version in ("0.5.14", "0.5.18") else no
         )
-        sys.modules[module].ceil_div = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
-    sys.modules["sglang.srt.state_capturer.indexer_topk"].get_global_indexer_capturer = none  # type: ignore[attr-defined]
+        sys.modules[module].ceil_div = lambda a, b: -(-a // b)
+    sys.modules["sglang.srt.state_capturer.indexer_topk"].get_global_indexer_capturer = none
     if "sglang.kernels.ops.quantization.fp8_kernel" in sys.modules:
-        sys.modules["sglang.kernels.ops.quantization.fp8_kernel"].is_fp8_fnuz = no  # type: ignore[attr-defined]
+        sys.modules["sglang.kernels.ops.quantization.fp8_kernel"].is_fp8_fnuz = no
 
 
 def indexer(tree: Path, name: str) -> Any:
@@ -170,7 +170,7 @@ def method(
     for called in ("device_timer_ctx", "forward_context"):
         names[called] = lambda *args, **kwargs: contextlib.nullcontext()
     exec(compile(ast.fix_missing_locations(code), str(tree / rel), "exec"), names)
-    return names[name]  # type: ignore[no-any-return]
+    return names[name]
 
 
 def drop_before_join(function: ast.FunctionDef) -> None:

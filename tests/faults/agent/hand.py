@@ -5,24 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
-import sys
 import time
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-if str(ROOT / "collections") not in sys.path:
-    sys.path.insert(0, str(ROOT / "collections"))
+from ansible_collections.dsv4.fleet.plugins.module_utils.agent import pack, states, systemd
 
-from ansible_collections.dsv4.fleet.plugins.module_utils.agent import pack, states, systemd  # noqa: E402
-
-from patches.release import build, needed_files  # noqa: E402
-from tests.local import handmade  # noqa: E402
-from tests.local.fleet import Fleet  # noqa: E402
-from tests.local.podman import environment  # noqa: E402
-from tests.local.settings import BOOTSTRAP_PORT, WORKER_PORTS, role_of, worker_url  # noqa: E402
+from patches.release import build, needed_files
+from tests.local import handmade
+from tests.local.fleet import Fleet
+from tests.local.podman import environment
+from tests.local.settings import BOOTSTRAP_PORT, WORKER_PORTS, role_of, worker_url
 
 FLAGS = ("SGLANG_DSV4_GE_DIFF", "SGLANG_DSV4_IDXK_CANARY")
 LIMITS: dict[str, Any] = {
